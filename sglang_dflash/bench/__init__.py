@@ -3,9 +3,11 @@
 options.py    command line and presets
 prompts.py    prompts from data sets, a file, or the bundled questions
 engine.py     interface of an arm: client.py queries a server, served.py starts one, in_torch.py needs none
-measure.py    a timed run, and statistics of several
-compare.py    comparison of answers, and the gate
-schedule.py   turns of the arms
-rows.py       measurements as rows of a document, and their summary
-report.py     document and tables
+measure.py    a timed run, and statistics of several runs
+compare.py    comparison of answers, and the gate, which shows no speed unless answers are equal
+schedule.py   order in which the arms are measured, each in several turns
+rows.py       results as rows of the document, and their summary
+report.py     JSON document and tables
+
+An arm is one of the compared systems: a server, or a model in this process.
 """

@@ -35,7 +35,7 @@ WIDEST = 1000
 
 @contextmanager
 def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequence[Engine]]:
-    """Yield the arms, ready to run.
+    """Yield the engines of all arms, ready for requests.
 
     Raises:
         ServerError: an arm cannot be reached, started or loaded.
@@ -69,7 +69,7 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
 
 
 def completed(tasks: Sequence[Task], first: Engine, sampling: Sampling, concurrency: int) -> list[Task]:
-    """Return the tasks, after the first arm has answered the earlier turns of conversations."""
+    """Return the tasks with complete conversations. The first arm writes the missing answers to earlier turns."""
     if all(map(is_complete, tasks)):
         return list(tasks)
 
@@ -108,7 +108,7 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
 
 
 def every_repeat(bench: Bench, console: Console) -> list[Row]:
-    """Measure all repeats. Ctrl-C, or SIGINT at a time limit, ends with the complete repeats, if there is one."""
+    """Measure all repeats. After Ctrl-C or SIGINT the complete repeats are returned; without any, the signal counts."""
     rows: list[Row] = []
     try:
         for repeat in range(bench.schedule.repeats):
@@ -149,7 +149,7 @@ def run(arguments: Sequence[str]) -> None:
 
     Raises:
         ServerError: a server failed.
-        GateError: answers differ that must be equal.
+        GateError: `--require-equal` is set, and answers differ.
     """
     options = parse(arguments)
     end_on_sigterm()
@@ -160,7 +160,8 @@ def run(arguments: Sequence[str]) -> None:
     command = shlex.join(["sglang-dflash", "bench", *without_key(arguments)])
     measured = report(bench, rows, options, command=command)
     shown = table(measured)
-    natural = Console(width=WIDEST).measure(shown).maximum  # wraps lines instead of losing columns in a narrow terminal
+    # In a narrow terminal the table's lines wrap. By default rich would cut columns instead.
+    natural = Console(width=WIDEST).measure(shown).maximum
     Console(width=max(console.width, natural)).print(shown)
     print(markdown(list(measured.arms), measured.lines))
     for line in warnings(measured):

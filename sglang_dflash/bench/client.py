@@ -20,7 +20,7 @@ from sglang_dflash.host.names import Name
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import LIMITS
 
-TIMEOUT_S = 3600.0  # long answers from a full server take minutes, so an hour means that it hangs
+TIMEOUT_S = 3600.0  # long answers from a full server take minutes; after an hour the server hangs
 PATH = "/v1/chat/completions"
 PROTOCOL = "sglang.srt.entrypoints.openai.protocol"
 # Names of SGLang's HTTP interface used here; `tests/host` checks them in the installed SGLang.
@@ -33,7 +33,7 @@ HTTP_NAMES = (
 
 
 class ServerKind(StrEnum):
-    """Kind of server."""
+    """Software of a server with the OpenAI API."""
 
     SGLANG = "sglang"
     VLLM = "vllm"
@@ -46,7 +46,7 @@ UNSTREAMED: Mapping[str, dict[str, Any]] = {
     ServerKind.VLLM: {"return_token_ids": True},
     ServerKind.OTHER: {},
 }
-# vLLM's Prometheus counters, without labels.
+# Names of vLLM's Prometheus counters, without labels.
 STEPS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
@@ -57,7 +57,7 @@ class HttpEngine(Engine):
     """Server with the OpenAI API at a URL."""
 
     def __init__(self, name: str, url: str, *, model: str = "", api_key: str = "none") -> None:
-        """`model`: empty: the first one that the server lists."""
+        """Create the client. If `model` is empty, `meet` takes the first model that the server lists."""
         self.name, self.model = name, model
         self.url = url.rstrip("/").removesuffix("/v1")
         self.kind = ServerKind.OTHER
@@ -68,7 +68,7 @@ class HttpEngine(Engine):
         """Determine the kind of server, and its model.
 
         Raises:
-            ServerError: no server answers, or it is of another kind than expected, or lacks the model.
+            ServerError: no server answers, the server is not of the `expected` kind, or it lacks the model.
         """
         try:
             self.kind = self._whose()
@@ -107,7 +107,7 @@ class HttpEngine(Engine):
                 if response.status_code != 200:
                     response.read()
                 self._checked(response)
-                # Lines are parsed after the clock has stopped.
+                # The returned function parses the lines, after the clock has stopped.
                 events = [(time.perf_counter(), line) for line in response.iter_lines() if line.startswith("data: {")]
         return lambda: streamed(sent, events)
 
@@ -150,7 +150,7 @@ class HttpEngine(Engine):
         return ServerKind.VLLM if set(self._get("/version") or {}) == {"version"} else ServerKind.OTHER
 
     def _get(self, path: str) -> dict[str, Any] | None:
-        """Return the JSON object at `path`; None if there is none."""
+        """Return the JSON object at `path`; None if the server has no such page, or the page is no JSON object."""
         response = self.http.get(path)
         if response.status_code in (401, 403):
             raise ServerError(f"{self.name}: {self.url} refused the API key; give another with --api-key")
@@ -180,10 +180,10 @@ class HttpEngine(Engine):
 def steps_of(meta: Mapping[str, Any], n_tokens: int) -> Steps:
     """Return the steps of an answer from SGLang's `meta_info`.
 
-    Without speculation there are no counters, and each token after the prefill's is a step. An answer of the prefill's
-    token alone also has no counters, and no step.
+    Without speculation there are no counters, and each token after the first is a step. An answer of one token, which
+    the prefill generates, also has no counters, and no step.
     """
-    by_accepted = meta.get("spec_correct_drafts_histogram", ())  # steps that accepted 0, 1, 2, ... drafts
+    by_accepted = meta.get("spec_correct_drafts_histogram", ())  # numbers of steps that accepted 0, 1, 2, ... drafts
     reached_D = tuple(sum(by_accepted[n:]) for n in range(1, len(by_accepted)))
     return Steps(meta.get("spec_verify_ct", n_tokens - 1), meta.get("spec_num_correct_drafts", 0), reached_D)
 
@@ -226,14 +226,14 @@ def streamed(sent: float, events: Sequence[tuple[float, str]]) -> Completion:
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the reasoning, under either of its names, and the answer."""
+    """Yield the reasoning, which servers send under one of two names, and the answer."""
     if thoughts := message.get("reasoning_content") or message.get("reasoning"):
         yield f"<think>{thoughts}</think>"
     yield message.get("content") or ""
 
 
 def vllm_steps(metrics: str) -> Steps | None:
-    """Return vLLM's count of steps, summed over its engines; None without speculation."""
+    """Return the counts of steps in vLLM's Prometheus metrics, summed over its engines; None without speculation."""
     values: dict[str, float] = {}
     for name, labels, value in re.findall(r"^([\w:]+)(\{[^}]*\})? (\S+)$", metrics, re.MULTILINE):
         position = re.search(r'position="(\d+)"', labels)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-Tokens = Sequence[int | str]  # token ids of an answer, or its text if the server returns no ids
+Tokens = Sequence[int | str]  # token ids of an answer, or the characters of its text if the server returns no ids
 Likeliest = Callable[[Sequence[int]], Mapping[int, float]]  # log-probabilities of the next tokens after a context
-N_NAMED = 3  # most differences named in the gate's message
+N_NAMED = 3  # number of differences that a GateError names at most
 
 
 class GateError(RuntimeError):
@@ -21,7 +21,7 @@ class GateError(RuntimeError):
 class Difference(NamedTuple):
     """First place where an answer differs from the reference."""
 
-    prompt: int  # index
+    prompt: int  # index of the prompt in its task
     position: int  # index of the token, or of the character
     expected: int | str | None  # token of the reference; None: the reference has ended
     found: int | str | None  # token of the answer; None: the answer has ended
@@ -62,10 +62,10 @@ def is_near_tie(unequal: Unequal, likeliest: Likeliest, gap: float) -> bool:
 
 
 def require_equal(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, gap: float) -> int:
-    """Return the number of differences if all are near ties within `gap` nats; 0 allows none.
+    """Return the number of differing answers. All must be near ties within `gap` nats; if `gap` is 0, none may differ.
 
     Raises:
-        GateError: there are other differences.
+        GateError: a difference is not a near tie.
     """
     red = [one for one in unequal if not (gap and is_near_tie(one, likeliest, gap))]
     if red:

@@ -23,7 +23,7 @@ Prompt = Sequence[Message] | TokenIds
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters, the same for every request of a task."""
+    """Sampling parameters, which all requests of a task share."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -46,11 +46,11 @@ class Sampling:
 
 
 class Engine:
-    """One arm. The default methods are for an engine without the feature.
+    """One arm. Methods that are not overridden mean that the engine lacks the feature.
 
     Attributes:
-        name: of the arm.
-        kind: answers are compared by token ids between engines of one kind, else by text.
+        name: name of the arm.
+        kind: software of the engine. Between engines of equal kind answers are compared by token ids, else by text.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Engine:
         yield
 
     def flush(self) -> bool:
-        """Empty the prefix cache. Returns whether this is possible."""
+        """Empty the prefix cache. Returns False if the engine has no way to do this."""
         return False
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
@@ -79,11 +79,11 @@ class Engine:
         return {}
 
     def counted(self) -> Steps | None:
-        """Return the steps of all requests since the engine's start; None if it has no such counters."""
+        """Return the steps of all requests since the engine's start; None if the engine has no such counters."""
         return None
 
     def widths(self) -> dict[str, int] | None:
-        """Return the steps by width since the engine's start; None if it has no such counters."""
+        """Return the number of steps at each verify width since the engine's start; None if there are no counters."""
         return None
 
     def describe(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Arms without a server: a Transformers model alone, and with `spec_generate`, one request at a time."""
+"""Arms without a server: a Transformers model alone, and the same model with a draft; one request at a time."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ class TorchEngine(Engine):
 
     @property
     def processes(self) -> Processes:
-        return list[psutil.Process]  # only this process
+        return list[psutil.Process]  # the engine has no process but this one
 
     def flush(self) -> bool:
         return True  # nothing is kept between requests

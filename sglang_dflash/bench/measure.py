@@ -4,7 +4,7 @@ A run's time is from the first request sent to the last answer received, includi
 tokens per second, streamed runs latencies. Streaming costs client and server time per step, so it would penalise the
 arm with the most steps.
 
-Independent of servers, models and workers.
+This module does not depend on servers, models or workers.
 """
 
 import statistics
@@ -19,16 +19,16 @@ import psutil
 Prompt = TypeVar("Prompt")
 Arm = TypeVar("Arm")
 NAN = float("nan")
-LEAST, TURNOVER = 4, 2  # prompts in a part of a run: minimum, and number per request in flight
+LEAST, TURNOVER = 4, 2  # a part of a run has max(LEAST, TURNOVER * concurrency) prompts
 EVERYTHING = slice(None)
 
 
 class Steps(NamedTuple):
     """Counts of decode steps, without the prefill."""
 
-    n: int  # verify steps, or steps of one token without speculation
-    n_accepted: int  # drafts accepted in those steps
-    reached_D: tuple[int, ...] = ()  # steps that accepted at least 1, 2, ... drafts; empty if not counted
+    n: int  # number of verify steps; without speculation, of steps with one token each
+    n_accepted: int  # number of drafts accepted in all steps
+    reached_D: tuple[int, ...] = ()  # numbers of steps that accepted at least 1, 2, ... drafts; empty if not counted
 
     @property
     def committed_per_step(self) -> float:
@@ -37,7 +37,7 @@ class Steps(NamedTuple):
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Return the share of steps whose 1st, 2nd, ... draft was accepted."""
+        """Return the shares of steps whose 1st, 2nd, ... draft was accepted."""
         return [reached / self.n for reached in self.reached_D]
 
     def since(self, earlier: "Steps") -> "Steps":
@@ -70,7 +70,7 @@ class Measurement(NamedTuple):
     completions: list[Completion]
     wall_s: float
     other_cores: float  # cores used by processes other than engine and client (noise); nan if unknown
-    counted: Steps | None = None  # by engines that count steps for all requests together
+    counted: Steps | None = None  # steps of all requests, if the engine counts steps only in total
 
     @property
     def n_tokens(self) -> int:
@@ -97,17 +97,17 @@ def joined(runs: Sequence[Measurement]) -> Measurement:
 
 
 def slices(n_prompts: int, concurrency: int) -> list[slice]:
-    """Split a run into parts.
+    """Split the prompts of a run into parts, between which the arms change.
 
     Parts are short, because the machine's speed may change within seconds. They are long enough that the first and last
-    requests, which run with fewer others, have little weight.
+    requests of a part, which run with less than full concurrency, have little weight.
     """
     size = max(LEAST, TURNOVER * concurrency)
     return [slice(start, start + size) for start in range(0, n_prompts, size)]
 
 
 def rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
-    """Return the arms rotated by `by` places, so that no arm is always first."""
+    """Return the arms rotated by `by` positions, so that no arm is always first."""
     first = by % len(arms)
     return [*arms[first:], *arms[:first]]
 
@@ -125,7 +125,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Return the spread of ratios per repeat, in which a slowdown of both arms cancels."""
+    """Return the spread of the ratio ours / theirs over repeats. A slowdown of both arms in a repeat cancels."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -161,7 +161,7 @@ def timed(
 
 
 def _busy(processes: Callable[[], Iterable[psutil.Process]] | None) -> tuple[float, float]:
-    """Return the CPU seconds of all processes on the machine, and of the engine's processes and this one."""
+    """Return the CPU seconds of all processes on the machine, and those of the engine's processes and this process."""
     machine = psutil.cpu_times()
     group = [process.cpu_times() for process in [*(processes() if processes else ()), psutil.Process()]]
     busy_s = machine.user + machine.nice + machine.system + machine.irq + machine.softirq + machine.steal

@@ -1,6 +1,6 @@
-"""Command line: the arms, the prompts, and the number of repeats.
+"""Command line of the benchmark: options for arms, prompts and measurement.
 
-A preset is the options of a benchmark that a page of the documentation quotes. Options given with `--preset` replace
+A preset has the options of a benchmark that a page of the documentation quotes. Options given beside `--preset` replace
 the preset's. Presets serve the tiny hybrid pair without an accelerator, unless other server flags follow `--`.
 """
 
@@ -47,7 +47,7 @@ class Preset(NamedTuple):
     about: str
 
     def beside(self, typed: Sequence[str]) -> list[str]:
-        """Return the preset's command line; `typed` options replace the preset's."""
+        """Return the command line of the preset and the `typed` options, which replace the preset's."""
         own = {word.split("=", 1)[0] for word in typed if word.startswith("--")}
         words = [[option, *values.split()] for option, values in self.options.items() if option not in own]
         return [*(word for option in words for word in option), *typed]
@@ -91,7 +91,7 @@ def _positive(text: str) -> int:
 
 
 def _counts(text: str) -> list[int]:
-    """Parse `8`, or `1,8,16`."""
+    """Parse numbers separated by commas: `8`, or `1,8,16`."""
     return [_positive(part) for part in text.split(",")]
 
 
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
     Returns:
-        The options, with `server_flags` (those after `--`), `tasks` and `launches`.
+        The options, with `server_flags` (the flags after `--`), `tasks` and `launches`.
 
     Raises:
         SystemExit: an option is wrong; argparse prints the option and the remedy.
@@ -129,7 +129,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             if options.serve
             else []
         )
-        options.tasks = _tasks(options)  # last: data sets may be downloaded
+        options.tasks = _tasks(options)  # after all checks, because data sets may be downloaded
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -284,7 +284,7 @@ def named_urls(given: Sequence[str]) -> dict[str, str]:
     """Return the URLs by arm. A single URL needs no name.
 
     Raises:
-        ValueError: two arms have the same name, one of several URLs has no name, or a word is no URL.
+        ValueError: two arms have the same name, one of several URLs has no name, or an argument is no URL.
     """
     found: dict[str, str] = {}
     for text in given:

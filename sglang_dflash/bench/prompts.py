@@ -1,4 +1,4 @@
-"""Prompts from published data sets, a file, or the bundled questions; the same for every arm.
+"""Prompts from published data sets, a file, or the bundled questions. Every arm gets the same prompts.
 
 A conversation is a list of chat messages that ends with a user message. Between two consecutive user messages, as in
 MT-Bench, the answer is missing. `complete` inserts the first arm's answer, so that all arms continue from the same
@@ -31,7 +31,7 @@ COMPLETE = "Write a solution to the following problem and make sure that it pass
 
 
 class DataSet(NamedTuple):
-    """Location of a published data set, and a function from a row to questions, one per turn."""
+    """Location of a published data set, and a function that returns the questions of a row, one per turn."""
 
     title: str
     path: str
@@ -54,7 +54,7 @@ DATA_SETS = {
     "mt-bench": DataSet("MT-Bench", "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"]),
     "alpaca": DataSet("Alpaca", "tatsu-lab/alpaca", None, "train", lambda row: [_with_input(row)]),
 }  # fmt: skip
-# Sources of functions and documentation. SGLang requires these packages, and training text comes from others.
+# Packages whose functions and documentation are used. SGLang requires them, and no training text is taken from them.
 PACKAGES = ("httpx", "jinja2", "rich")
 EDITS, SUMMARIES = PACKAGED_SETS = "edits", "summaries"
 NAMES = (*DATA_SETS, *PACKAGED_SETS, *BUNDLED_SETS)
@@ -67,7 +67,7 @@ class Task:
     name: str
     source: str
     prompts: Sequence[Prompt]
-    n_answer: int | None = None  # tokens of every answer, past end tokens; None: up to an end token
+    n_answer: int | None = None  # length of every answer in tokens, end tokens ignored; None: stop at an end token
 
     def describe(self) -> dict[str, Any]:
         text = json.dumps(list(self.prompts), ensure_ascii=False, sort_keys=True)
@@ -101,7 +101,7 @@ def read(path: Path, n: int) -> Task:
     """Return at most the first `n` lines of a JSONL file: objects with chat `messages`, a `prompt`, or `input_ids`.
 
     Raises:
-        ValueError: there is no such file, it has no line, or a line is another object.
+        ValueError: there is no such file, the file is empty, or a line has no such object.
     """
     if not path.is_file():
         raise ValueError(f"--data {path} is no file; give a JSONL file with a prompt or chat messages in every line")
@@ -113,7 +113,7 @@ def read(path: Path, n: int) -> Task:
 
 
 def complete(task: Task, answer: Callable[[Sequence[Prompt]], Sequence[str]]) -> Task:
-    """Return the task with a prompt for each turn, which contains the answers to earlier turns.
+    """Return the task with one prompt for each turn. A prompt contains the earlier turns and the answers to them.
 
     Args:
         answer: returns the answers to the given prompts.
@@ -123,7 +123,7 @@ def complete(task: Task, answer: Callable[[Sequence[Prompt]], Sequence[str]]) ->
     for n in range(1, max(map(len, turns))):
         going = [i for i, its_turns in enumerate(turns) if len(its_turns) > n]
         for i, text in zip(going, answer([prompts[i][-1] for i in going]), strict=True):
-            without_thoughts = text.rpartition("</think>")[2].strip()  # as a chat template keeps it
+            without_thoughts = text.rpartition("</think>")[2].strip()  # chat templates drop the reasoning too
             reply: Message = {"role": "assistant", "content": without_thoughts}
             prompts[i].append([*prompts[i][-1], reply, *turns[i][n]])
     return replace(task, prompts=[prompt for its_prompts in prompts for prompt in its_prompts])

@@ -1,4 +1,4 @@
-"""Document of the benchmark, and its tables.
+"""JSON document and tables of a benchmark.
 
 The Markdown tables have the layout of the DFlash model cards: tokens per second by task and concurrency, with the
 speedup over the first arm, and the acceptance length averaged over concurrencies.
@@ -46,12 +46,12 @@ IN_TURN = "one at a time: each answers everything, at every concurrency, before 
 class BenchReport:
     """Results of a benchmark."""
 
-    about: dict[str, Any]  # other fields of the document
-    arms: dict[str, dict[str, Any]]  # descriptions by name, the first arm first
+    about: dict[str, Any]  # fields of the document except those below
+    arms: dict[str, dict[str, Any]]  # descriptions by name, in the order of the arms
     rows: Sequence[Row]
     lines: Sequence[Line]
-    means: Sequence[Line]  # over concurrencies
-    widths: Sequence[dict[str, Any]]  # steps by width of every turn
+    means: Sequence[Line]  # means over concurrencies
+    widths: Sequence[dict[str, Any]]  # one entry per turn: number of steps at each verify width
 
     def document(self) -> dict[str, Any]:
         return self.about | {
@@ -65,7 +65,8 @@ class BenchReport:
 
 def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, command: str) -> BenchReport:
     names = [engine.name for engine in bench.engines]
-    base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []  # base of arms with an environment
+    # Arms of this plugin with additional variables are compared with the arm without them.
+    base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []
     over = [name for name in dict.fromkeys((names[0], STOCK, *base)) if name in names]
     about = head("bench", command)
     if options.base_url:  # the servers' hardware is unknown here
@@ -89,7 +90,7 @@ def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, co
 
 
 def warnings(report: BenchReport) -> Iterator[str]:
-    """Yield warnings about the numbers."""
+    """Yield reasons to distrust the numbers, one sentence each."""
     for name, arm in report.arms.items():
         if arm["prefix_cache"] == KEPT:
             yield f"{name}: prefix cache {KEPT}."
@@ -186,7 +187,7 @@ def _speed(line: Line, first: str) -> str:
 
 
 def _spread(value: Spread | None, digits: int) -> str:
-    """Return `median (low–high)`, or the median alone if there is one repeat."""
+    """Return `median (low–high)`, or only the median if low and high are shown equal."""
     if value is None:
         return ""
     median, low, high = (f"{number:.{digits}f}" for number in value)
@@ -194,7 +195,7 @@ def _spread(value: Spread | None, digits: int) -> str:
 
 
 def _widths(line: Line, turns: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the share of steps by width, over all turns of a line."""
+    """Return the share of steps at each verify width, over all turns of a line's task, concurrency and arm."""
     place = line.task, line.concurrency, line.arm
     mine = [turn["n_steps"] for turn in turns if (turn["task"], turn["concurrency"], turn["arm"]) == place]
     n_steps = sum(map(Counter, mine), Counter[str]())

@@ -13,8 +13,8 @@ from typing import Any
 from sglang_dflash.bench.compare import Difference
 from sglang_dflash.bench.measure import Measurement, Spread, percentile, ratios, spread
 
-N_SHOWN = 3  # most differences named in a row
-MEAN = "mean"  # concurrency of a line over all concurrencies
+N_SHOWN = 3  # number of differences that a row describes at most
+MEAN = "mean"  # `Line.concurrency` of a mean over all concurrencies
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Row:
     ttft_ms: list[float]  # one per streamed answer
     tpot_ms: list[float]
     n_answers: int
-    n_equal: int | None  # answers equal to the first arm's; None: not compared
+    n_equal: int | None  # number of answers equal to the first arm's; None: not compared
     first_differences: list[str]
     n_prompt_tokens: int
     acceptance_by_position: list[float]
@@ -56,7 +56,7 @@ class Line:
     n_equal: int | None  # in the worst repeat
     first_differences: list[str]
     acceptance_by_position: list[float]
-    steps_by_width: dict[str, float] = field(default_factory=dict)  # shares
+    steps_by_width: dict[str, float] = field(default_factory=dict)  # share of steps at each verify width
 
     def as_json(self) -> dict[str, Any]:
         """Return the line for a document, with `over_<arm>` for each speedup."""
@@ -75,7 +75,7 @@ def row(
 
     Args:
         place: task, concurrency, arm and repeat.
-        latency: a streamed measurement; None without one.
+        latency: the streamed measurement; None if nothing was streamed.
         found: differences from the first arm's answers; None if answers are not compared.
     """
     streamed = latency.completions if latency else []
@@ -97,7 +97,7 @@ def summarise(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> 
     """Return a line per task, concurrency (ascending) and arm (in the order of `arms`).
 
     Args:
-        over: baselines: the speed of each arm but the first is divided by theirs, repeat by repeat.
+        over: names of the baselines. The speed of each arm but the first is divided by a baseline's, per repeat.
     """
     lines = []
     for task in dict.fromkeys(row.task for row in rows):
@@ -108,7 +108,7 @@ def summarise(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> 
 
 
 def means(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> list[Line]:
-    """Return lines of means over concurrencies, per repeat, for tasks with several concurrencies."""
+    """Return lines for tasks with several concurrencies: each repeat's mean over concurrencies, summarised."""
     found, place = list[Row](), attrgetter("task", "arm", "repeat")
     for _, group in groupby(sorted(rows, key=place), key=place):
         here = list(group)
@@ -159,5 +159,5 @@ def _rounded(value: Spread) -> Spread:
 
 
 def _speeds(rows: Sequence[Row], arm: str) -> list[float]:
-    """Return tokens per second by repeat."""
+    """Return an arm's tokens per second, in the order of repeats."""
     return [row.tokens_per_s for row in sorted(rows, key=lambda row: row.repeat) if row.arm == arm]

@@ -1,7 +1,7 @@
 """Schedule of the arms, which take turns in a rotating order.
 
-If all arms are in memory, the next one continues after every part of the prompts. Otherwise an arm answers all prompts
-at every concurrency before the next arm starts. Each turn begins with a warm-up and an empty prefix cache.
+If all arms are in memory, the arms change after every part of the prompts. Otherwise an arm answers all prompts at
+every concurrency before the next arm starts. Each turn begins with a warm-up and an empty prefix cache.
 """
 
 import time
@@ -18,7 +18,9 @@ from sglang_dflash.bench.measure import EVERYTHING, Completion, Measurement, joi
 from sglang_dflash.bench.prompts import Task
 from sglang_dflash.bench.rows import Row, row
 
-N_WARM_UP = 2  # unmeasured prompts after an arm resumes; at first, as many as are in flight
+# Number of unmeasured prompts before each turn. Before an arm's first turn at a concurrency there are at least as many
+# as requests in flight.
+N_WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +28,12 @@ class Schedule:
     """Extent of the measurement.
 
     Attributes:
-        concurrency: requests in flight, for each measurement.
-        together: all arms are in memory, and take turns after every part of the prompts.
-        short_turns: a part is a few prompts (`slices`), so that arms run under the same conditions.
-        latency: the first repeat is also streamed.
-        tie_gap: nats; answers must be equal except for near ties within this gap (`compare.py`); None: not required.
+        concurrency: numbers of requests in flight that are measured.
+        together: all arms are in memory, and change after every part of the prompts.
+        short_turns: a part is a few prompts (`slices`), so that arms run under equal conditions.
+        latency: in the first repeat all prompts are also answered in streams.
+        tie_gap: in nats. Answers must be equal except for near ties within this gap (`compare.py`). None: answers may
+            differ.
     """
 
     concurrency: Sequence[int]
@@ -42,21 +45,21 @@ class Schedule:
 
 
 class Turn(NamedTuple):
-    """Requests of one arm in one repeat: a part of the prompts of one task, with indices of task and arm."""
+    """Requests that one arm answers without a change of arms: a part of the prompts of one task."""
 
     repeat: int
-    task: int
+    task: int  # index
     concurrency: int
-    part: slice
-    arm: int
+    part: slice  # of the task's prompts
+    arm: int  # index
     stream: bool
 
 
-Place = tuple[int, int, int]  # task, concurrency, arm
+Place = tuple[int, int, int]  # index of the task, concurrency, index of the arm
 
 
 def turns(schedule: Schedule, repeat: int, *, n_prompts: Sequence[int], n_arms: int) -> Iterator[Turn]:
-    """Yield the turns of a repeat in order; unstreamed turns precede streamed ones."""
+    """Yield the turns of a repeat in order. An arm's unstreamed turn precedes its streamed turn with equal prompts."""
     kinds = (False, True) if schedule.latency and repeat == 0 else (False,)
     places = [(task, concurrency) for task in range(len(n_prompts)) for concurrency in schedule.concurrency]
     if not schedule.together:
@@ -79,16 +82,16 @@ def sampling_of(task: Task, sampling: Sampling) -> Sampling:
 
 @dataclass
 class Bench:
-    """Engines and their measurements so far. The first engine is the reference for the others."""
+    """Engines and their measurements so far. All answers are compared with those of the first engine."""
 
     engines: Sequence[Engine]
     tasks: Sequence[Task]
     schedule: Schedule
     sampling: Sampling
     answered: Callable[[Turn, Engine], None]  # called after each answer
-    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions by arm
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions, by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
-    widths: list[dict[str, Any]] = field(default_factory=list)  # steps by width of every turn
+    widths: list[dict[str, Any]] = field(default_factory=list)  # one entry per turn: number of steps at each width
     reference: dict[int, list[Completion]] = field(default_factory=dict)  # the first engine's answers, by task
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
@@ -103,12 +106,12 @@ class Bench:
         """Measure a repeat and return a row per task, concurrency and arm.
 
         Raises:
-            GateError: answers differ that must be equal.
+            GateError: answers must be equal (`Schedule.tie_gap`), and differ.
         """
         speeds, latencies = defaultdict[Place, list[Measurement]](list), defaultdict[Place, list[Measurement]](list)
         for arm, its_turns in groupby(self._turns(number), key=lambda turn: turn.arm):
             with self.engines[arm].running():
-                if not self.schedule.together:  # it has just started
+                if not self.schedule.together:  # the arm's server has just started
                     self.warm = {seen for seen in self.warm if seen[0] != arm}
                 for turn in its_turns:
                     (latencies if turn.stream else speeds)[turn.task, turn.concurrency, arm].append(self.run(turn))

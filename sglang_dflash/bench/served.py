@@ -20,7 +20,7 @@ GIB_PER_SERVER = 3  # GiB of host memory of one server's processes, most of it S
 
 
 class ServedEngine(HttpEngine):
-    """Server that starts for each turn, or with `keep` stays in memory, paused between turns.
+    """Server that starts and stops with `running`, or if `keep` is set stays in memory, paused outside `running`.
 
     Invariant: outside `running` the server gets no CPU time.
     """
@@ -60,7 +60,8 @@ class ServedEngine(HttpEngine):
 def kept_in_memory(engines: Sequence[ServedEngine], console: Console) -> Iterator[None]:
     """Start and pause all servers; stop them at the end.
 
-    Servers of this plugin start one by one, because they measure step times at launch. The others start in parallel.
+    Servers with this plugin's worker start one by one, because they measure step times at launch. All other servers
+    start in parallel.
 
     Raises:
         ServerError: there is too little memory, or a server does not start or has the wrong worker.

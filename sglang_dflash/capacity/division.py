@@ -1,16 +1,16 @@
-"""Number of requests that a card holds, with this plugin's worker or SGLang's: the division of memory, step by step.
+"""Division of a card's memory, and the number of requests that fit, with this plugin's worker or SGLang's.
 
     card x mem_fraction_static
       - weights of target and draft, and SGLang's image cache          -> rest
       - recurrent states, and each request's further bytes for a block -> bytes of K and V; slots of states, requests
       / bytes of K and V per token, of target and draft                -> tokens; requests of a given length
 
-The workers differ in two ways. For a block on a hybrid target, SGLang's worker stores a state per token, this plugin's
-a record. For the K and V of a windowed draft, this plugin has a ring buffer per request, SGLang as many slots as for
-the target.
+The workers differ in two ways. For a block on a hybrid target, SGLang's worker stores a recurrent state per token, this
+plugin's worker a smaller record per token. For the K and V of a windowed draft, this plugin has a ring buffer per
+request, and SGLang as many slots as for the target.
 
-Functions of frozen records: `geometry` creates the records from config.json, `report` the text. Not computed: speed,
-and the memory of graphs and activations, for which the rest of the card is left.
+`geometry` creates the dataclasses with sizes from config.json, and `report` prints the result. Speed is not computed.
+The memory of graphs and activations is not computed either: 1 - mem_fraction_static of the card is left for them.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, subtracted before K a
 
 
 class RadixStates(IntEnum):
-    """Recurrent states that a request occupies: its own, those in the prefix tree, and those tracked for it."""
+    """Number of state slots per request, by strategy: its own, those in the prefix tree, and those tracked for it."""
 
     EXTRA_BUFFER = 5
     EXTRA_BUFFER_LAZY = 4
@@ -39,7 +39,7 @@ class RadixStates(IntEnum):
 
 
 class Bound(StrEnum):
-    """Limit of the number of requests."""
+    """Resource or flag that limits the number of requests."""
 
     WEIGHTS = "weights"
     STATE = "recurrent state"
@@ -54,7 +54,7 @@ class TargetSizes:
     Attributes:
         weight_bytes: total of all ranks.
         weights_from: source of `weight_bytes`, as text.
-        image_width: hidden size of the image encoder; 0 without one.
+        image_width: hidden size of the image encoder; 0 if there is none.
         context_length: most tokens that the target supports.
         fp8_head_bytes: bytes of an fp8 copy of the head, total of all ranks.
         source: source of the config, as text.
@@ -97,7 +97,7 @@ class Serving:
     """Settings of a launch.
 
     Attributes:
-        context: tokens of a request, prompt and answer.
+        context: tokens of a request, prompt and answer together.
         window: `--speculative-draft-window-size`.
         copies: this plugin keeps token histories for n-gram copies.
         fp8_head: this plugin keeps an fp8 copy of the target's head.
@@ -118,12 +118,12 @@ class Serving:
     wider: int = 0
 
     def widest(self, worker: Worker) -> int:
-        """Return the most tokens of a request that a step writes."""
+        """Return the most tokens that a step verifies per request."""
         return max(self.block_size, self.wider) if worker is Worker.PLUGIN else self.block_size
 
 
 class States(NamedTuple):
-    """Division of the recurrent pools: persistent states, further bytes for blocks, and the number of requests."""
+    """Division of the recurrent pools: state slots, requests, bytes of all states, and bytes of all blocks."""
 
     n_slots: int
     n_requests: int
@@ -136,9 +136,9 @@ class Capacity:
     """Capacity of one card, per rank.
 
     Attributes:
-        slack_bytes: left for graphs, activations and everything that SGLang does not count.
+        slack_bytes: bytes left for graphs, activations and everything that SGLang does not count.
         request_block_bytes: bytes for one request's block in addition to its states.
-        limits: requests at once by each limit.
+        limits: number of requests at once that each bound allows.
     """
 
     worker: Worker
@@ -187,14 +187,14 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     draft_per_token = draft.attention.bytes_per_token(tp_size)
     ring_bytes, window = 0, kept_window(serving.window, draft.window)
     if window is not None and worker is Worker.PLUGIN:
-        # Ring buffers have a row for padding, like SGLang's pools.
+        # There is one more ring buffer, for padding, as in SGLang's pools.
         ring_bytes = (n_requests + 1) * ring_slots(window, serving.widest(worker), serving.page_size) * draft_per_token
         draft_per_token = 0
     texts = _text_bytes(target, serving, worker)
     left = rest - states.persistent_bytes - states.block_bytes - ring_bytes - texts
     n_tokens = max(0, int(left)) // (per_token + draft_per_token) // serving.page_size * serving.page_size
     limits = {
-        # A step reserves slots for the block that it will verify and for the one in flight.
+        # A step reserves slots for its own block and for the block of the step in flight.
         Bound.TOKENS: n_tokens // round_up(serving.context + 2 * serving.widest(worker), serving.page_size),
         Bound.FLAG: serving.max_requests,
     }
@@ -221,7 +221,7 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
 
 
 def heads(target: TargetSizes, draft: DraftSizes) -> dict[str, int]:
-    """Return the numbers of heads that tensor parallelism must split evenly, by name."""
+    """Return the numbers of heads that tensor parallelism must split evenly, by the name of the model or layers."""
     counts = {target.name: target.n_heads, draft.name: draft.n_heads}
     if target.recurrent:
         counts[f"{target.name}'s recurrent layers"] = target.recurrent.n_key_heads
@@ -253,11 +253,11 @@ def _request_block_bytes(recurrent: RecurrentSizes | None, serving: Serving, wor
 
 
 def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, worker: Worker) -> States:
-    """Divide as SGLang's `KVCacheConfigurator._handle_max_mamba_cache`."""
+    """Size the recurrent pools as SGLang's `KVCacheConfigurator._handle_max_mamba_cache` does."""
     if recurrent is None:
         return States(0, serving.max_requests, 0, 0)
     state = recurrent.shard(serving.tp_size).state_bytes
-    block = _request_block_bytes(recurrent, serving, worker) / state  # bytes of a request's block, in states
+    block = _request_block_bytes(recurrent, serving, worker) / state  # size of a request's block, in states
     n_slots = serving.max_requests
     if serving.radix is not RadixStates.OFF:
         budget = rest * serving.mamba_ratio / (1 + serving.mamba_ratio)
@@ -272,12 +272,12 @@ def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, wor
 
 
 class Tier(NamedTuple):
-    """SGLang's settings for a range of card memory: tokens per prefill chunk, and expected graphs."""
+    """SGLang's settings for cards below a memory size: tokens per prefill chunk, and size of the graphs."""
 
     below_gib: float
     chunk: int  # tokens
-    max_batch: int  # largest decode graph
-    max_batch_tp4: int  # from 4 ranks on
+    max_batch: int  # requests in the largest decode graph
+    max_batch_tp4: int  # the same with 4 or more ranks
     n_prefill_graphs: int
 
 

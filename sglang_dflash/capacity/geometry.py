@@ -1,7 +1,8 @@
 """Sizes of a target and a draft for `capacity`, from a Hugging Face config.json.
 
-Weights are counted from the headers of safetensors files next to the config, else from their index, else from the
-config. Unknown model families and incomplete configs are rejected.
+Bytes of weights are read from the headers of safetensors files next to the config. Without these files they are read
+from the index of the files, and without an index computed from the config. Unknown model families and incomplete
+configs are rejected.
 """
 
 import json
@@ -42,7 +43,7 @@ FAMILIES = {
 
 
 class Config(Fields):
-    """A model's fields; those of its `text_config` take precedence."""
+    """Fields of a model's config.json; fields of its `text_config` take precedence."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         super().__init__(config, name, "text_config")
@@ -64,7 +65,7 @@ class Config(Fields):
 
     @property
     def head_dim(self) -> int:
-        llama = self.get("model_type") == "llama"  # may omit it
+        llama = self.get("model_type") == "llama"  # its config may omit head_dim
         return self.count("head_dim", self.count("hidden_size") // self.count("num_attention_heads") if llama else None)
 
     def layer_kinds(self) -> list[str]:
@@ -113,7 +114,9 @@ def read_target(model: str) -> TargetSizes:
 
 
 def read_draft(model: str, quantization: str | None = None) -> DraftSizes:
-    """Return the sizes of the DFlash draft `model`, named as for `read_target`. The config determines all tensors.
+    """Return the sizes of the DFlash draft `model`: a directory, a config.json, or a name in `known_models`.
+
+    The config determines the shapes of all tensors.
 
     Args:
         quantization: a key of `QUANTIZED_ITEMSIZES`, from `--speculative-draft-model-quantization`. Scales, at most one
@@ -169,7 +172,7 @@ def _recurrent(config: Config, n_layers: int) -> RecurrentSizes | None:
 
 
 def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
-    """Return the bytes of all weights, and the source of this number."""
+    """Return the bytes of all weights, and the source of this number as text."""
     index = folder / "model.safetensors.index.json" if folder else None
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
@@ -185,7 +188,7 @@ def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
 
 
 def _header_bytes(file: Path) -> int:
-    """Return the bytes of a safetensors file's tensors, from its header: eight bytes of length, then JSON."""
+    """Return the bytes of a safetensors file's tensors, from its header: eight bytes with its length, then JSON."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     spans = [tensor["data_offsets"] for name, tensor in header.items() if "data_offsets" in tensor and MTP not in name]
@@ -215,7 +218,7 @@ def _gated_delta_net(config: Config) -> int:
     net = _recurrent(config, 1)
     assert net is not None
     hidden, values = config.count("hidden_size"), net.n_value_heads * net.value_width
-    # Inputs: queries, keys, values, the output's gate, and a decay and a rate per head.
+    # Input projections: queries, keys, values, the output's gate, and per head a decay and an update rate.
     into = hidden * (net.n_channels + values + 2 * net.n_value_heads)
     return into + net.n_channels * (net.conv_window + 1) + 2 * net.n_value_heads + net.value_width + values * hidden
 
@@ -234,7 +237,7 @@ def _mlp(config: Config, layer: int) -> int:
 
 
 def _vision(vision: Config) -> int:
-    """Return the parameters of Qwen3.5's image encoder: patches, positions, blocks, and the merger of patches."""
+    """Return the number of parameters of Qwen3.5's image encoder: patches, positions, blocks and patch merger."""
     width, inner, depth = vision.count("hidden_size"), vision.count("intermediate_size"), vision.count("depth")
     merged = width * vision.count("spatial_merge_size") ** 2
     patch = vision.count("in_channels") * vision.count("temporal_patch_size") * vision.count("patch_size") ** 2

@@ -1,6 +1,6 @@
-"""Targets and drafts with known published configs, from `assets/models.json`, with the source of each.
+"""Targets and drafts with known published configs, from `assets/models.json`.
 
-The file contains only the fields from which memory is computed, named as in config.json.
+The file contains only the fields from which memory is computed, named as in config.json, and each config's source.
 """
 
 import json
@@ -17,7 +17,7 @@ class Model(NamedTuple):
 
     config: Mapping[str, Any]
     source: str
-    draft: str = ""  # name of the target's DFlash draft; "" for a draft
+    draft: str = ""  # if the model is a target, the name of its DFlash draft
 
 
 def _read(kind: str) -> Mapping[str, Model]:
@@ -25,7 +25,7 @@ def _read(kind: str) -> Mapping[str, Model]:
 
 
 TARGETS, DRAFTS = _read("targets"), _read("drafts")
-# Targets of DFlash drafts whose configs were not looked up or not found.
+# Targets of published DFlash drafts whose configs are not in this package.
 NOT_AT_HAND: tuple[str, ...] = tuple(json.loads(FILE.read_text())["not_at_hand"])
 
 
@@ -60,5 +60,5 @@ def draft_of(target: str) -> str:
 
 
 def is_called(name: str, given: str) -> bool:
-    """Return whether `given` is the name, in any case, with or without its organisation."""
+    """Return whether `given` equals `name`, case-insensitive, with or without the organisation."""
     return given.lower() in (name.lower(), name.split("/")[-1].lower())

@@ -11,7 +11,7 @@ from sglang_dflash.cli import Parser
 
 Add = Callable[..., argparse.Action]
 
-CONTEXT = 8192  # tokens of a request
+CONTEXT = 8192  # default number of tokens of a request, prompt and answer together
 STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
 # Launch flags without an effect on this computation, accepted so that a launch command can be pasted.
 WITHOUT_EFFECT = (
@@ -32,7 +32,7 @@ def arguments() -> Parser:
 
 
 def add_options(add: Add) -> None:
-    """Add the options with `add`. SGLang's name of each is accepted too."""
+    """Add the options with `add`, an argument parser's `add_argument`. Each also has SGLang's own name, if any."""
     _add_pair(add)
     _add_memory(add)
     _add_plugin(add)

@@ -1,9 +1,9 @@
-"""How many requests a card holds, before anything is bought, downloaded or launched.
+"""Report on how many requests a card holds, before anything is bought, downloaded or launched.
 
     sglang-dflash check --model Qwen3.5-27B --gpu-memory 140.4
     sglang-dflash check --model DIR --draft DIR --gpu-memory 80 --context 32768 --tp 2 --json
 
-Computed from config.json files alone, for this plugin's worker and for SGLang's built-in DFLASH.
+The numbers are computed from config.json files alone, for this plugin's worker and for SGLang's built-in DFLASH worker.
 """
 
 import argparse
@@ -41,7 +41,7 @@ NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
 
 
 class Report(NamedTuple):
-    """Models, launch and card of a question, with the capacity for each worker."""
+    """Models, launch settings and card, with the capacity for each worker."""
 
     target: TargetSizes
     draft: DraftSizes
@@ -107,7 +107,7 @@ def report_of(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib
 
 
 def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
-    """Yield (flag, requests at once) for changes of one flag that allow more requests."""
+    """Yield (flag, number of requests at once) for changes of a single flag that allow more requests."""
     serving, now = report.serving, report.results[worker]
 
     def then(**changes: Any) -> int:
@@ -193,7 +193,7 @@ def limit(result: Capacity, bound: Bound) -> str:
 
 
 def document(report: Report) -> dict[str, Any]:
-    """Return the report as JSON values; `level` is its level of proof."""
+    """Return the report as JSON values; `level` states how the numbers were obtained."""
     return {
         "level": "P: computed",
         "card_gib": report.card_gib,

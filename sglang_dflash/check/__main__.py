@@ -34,7 +34,7 @@ def help_text() -> str:
 
 
 def refusal(flags: Sequence[str]) -> str:
-    """Return why these launch flags are not worth SGLang's start: a misspelt option, or a model alone."""
+    """Return an error if the flags have a misspelt option, or only a model; else an empty text. SGLang is not run."""
     for word in flags:
         if word.startswith("--") and word not in MODEL and (cure := nearest(word.split("=")[0], OWN, cutoff=0.85)):
             return f"there is no option {word.split('=')[0]}{cure}"
@@ -49,7 +49,7 @@ def refusal(flags: Sequence[str]) -> str:
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
-    """Return the findings of `check.launch`, run in a separate process; a failure of the process is a finding too."""
+    """Run `check.launch` in a child process, and return its findings. If the process fails, that is the finding."""
     command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -61,7 +61,7 @@ def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
 
 
 def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
-    """Return the finding about acceptance of the drafts, see `check.draft_steps`."""
+    """Return one finding: the acceptance of drafts at `n_steps` positions (`check.draft_steps`)."""
     from sglang_dflash.check import draft_steps
 
     parser = ArgumentParser(add_help=False)

@@ -1,7 +1,8 @@
-"""Acceptance of a draft in plain torch on one answer, with its slots unchanged and shifted by one.
+"""Acceptance of a draft in plain torch on one answer, with its slots as in DFlash and shifted by one.
 
-In DFlash, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. Slot 0 of some other
-drafters already predicts the token after the anchor. Loaded as DFlash, such a draft is never accepted.
+In DFlash, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. In some other
+drafters slot 0 already predicts the token after the anchor. If such a drafter is loaded as DFlash, its drafts are never
+accepted.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from sglang_dflash.model.generate import draft_logits, hidden_of_blocks
 from sglang_dflash.model.target import stop_token_ids
 
 PROMPT = "Count from one to twenty in words, then explain in a few sentences how to make tea."
-USEFUL = 0.1  # least share of accepted first drafts of a draft that matches its target
+USEFUL = 0.1  # share of accepted first drafts below which the draft does not match the target
 SHIFTS = {0: "as it is", 1: "shifted by one: its slot 0 predicts the token after the anchor"}
 
 
@@ -47,7 +48,7 @@ def prompt_ids(target_path: str) -> list[int]:
 
 @torch.inference_mode()
 def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> torch.Tensor:
-    """Return prompt and greedy answer, int64 [tokens], without stopping at end tokens."""
+    """Return prompt and greedy answer, int64 [tokens]. The answer has `n_tokens` tokens: end tokens are suppressed."""
     ids_1S = torch.tensor([list(prompt)], device=target.device)
     ends = list(stop_token_ids(target))
     return target.generate(  # type: ignore[operator]  # a method that transformers mixes in
@@ -59,11 +60,11 @@ def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> tor
 def first_drafts_accepted(
     draft: DraftModel, target: PreTrainedModel, text: torch.Tensor, first: int, n_steps: int
 ) -> dict[int, float]:
-    """Return the share of anchors whose next token slot 1 predicts, and the share for slot 0, by shift of slots.
+    """Return the share of anchors whose next token is predicted, by shift: slot 1 predicts for 0, slot 0 for 1.
 
     Args:
         text: int64 [tokens].
-        first: position of the first anchor; the others follow.
+        first: position of the first of `n_steps` consecutive anchors.
     Raises:
         ValueError: no token follows the first anchor.
     """
@@ -80,7 +81,7 @@ def verdict(shares: dict[int, float], n_steps: int) -> str:
     """Return a sentence if the target accepts the draft with unchanged slots.
 
     Raises:
-        ValueError: the target does not; the message names the shift that it would accept, if any.
+        ValueError: the target does not accept the draft; the message has the shares with unchanged and shifted slots.
     """
     shown = ", ".join(f"{shares[shift]:.0%} {how}" for shift, how in SHIFTS.items())
     best = max(shares, key=lambda shift: shares[shift])

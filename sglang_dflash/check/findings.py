@@ -20,7 +20,7 @@ ENTRY_POINTS = {
     "sglang.srt.platforms": ("sglang_dflash_cpu", "sglang_dflash.cpu:activate"),
 }
 
-# Errors with which a check may end: this plugin's, and those of SGLang's argument resolution.
+# Errors by which a check fails: those of this plugin, and those of SGLang's argument resolution.
 REFUSALS = (ValueError, RuntimeError, AssertionError, OSError, ImportError, AttributeError)
 
 
@@ -29,7 +29,7 @@ Check = Callable[[], str | tuple[str, str]]  # returns a text, or a text and its
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report, and further facts for the JSON document."""
+    """Result of one check: a line of the report, and a detail for the JSON document."""
 
     name: str
     ok: bool
@@ -64,7 +64,7 @@ def sentence(refusal: Exception) -> str:
 
 
 def installation(*, launch: bool = False) -> list[Finding]:
-    """Return the findings that do not need SGLang; `launch`: those of launch flags follow."""
+    """Return the findings that do not import SGLang; `launch`: launch flags are given, see `environment`."""
     return find(
         {
             "versions": versions,
@@ -82,8 +82,10 @@ def versions() -> str:
 
 
 def environment(*, launch: bool = False) -> str:
-    """Return the settings of the environment variables. With `launch`, the launch compares widths and block.
+    """Return the settings of the environment variables.
 
+    Args:
+        launch: launch flags are given, so `DFlashConfig` checks the widths against the block, and this function not.
     Raises:
         ValueError: a variable has an invalid value, or stops SGLang from loading this plugin or its platform.
     """
@@ -122,7 +124,7 @@ def found_by_sglang() -> str:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable garbage collection, which takes two thirds of the time to make syntax trees and finds nothing."""
+    """Disable garbage collection, which takes two thirds of the time to parse SGLang's source and frees nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Findings that need SGLang: load its plugins, and resolve the arguments of a launch.
+"""Findings that import SGLang: its plugins are loaded, and the arguments of a launch are resolved.
 
 `python -m sglang_dflash.check.launch [launch flags]` prints the findings as JSON on the last line of stdout. `check`
 runs this module as a child process, because SGLang prints to stdout and stderr too.
@@ -19,7 +19,7 @@ from sglang_dflash.host.arguments import asks_for_dflash
 
 
 def report(argv: Sequence[str]) -> list[Finding]:
-    """Return the findings in the order of a launch; `argv`: its flags, if any."""
+    """Return the findings in the order in which a launch does these steps; `argv`: launch flags, possibly none."""
     checks: dict[str, Check] = {"plugin": live, "platform": machine}
     if argv:
         checks["launch"] = lambda: launch(argv)
@@ -30,7 +30,7 @@ def live() -> str:
     """Load plugins as SGLang does, and check that the hooks are in place.
 
     Raises:
-        RuntimeError: the plugin tried to end the process, as it does under another SGLang.
+        RuntimeError: the plugin tried to end the process, which it does with another SGLang version.
         HostMismatch: see `host.require_live`.
     """
     from sglang.srt.plugins import load_plugins
@@ -89,7 +89,7 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
 
 
 def misspelt(argv: Sequence[str]) -> str:
-    """Return a sentence about the first flag that SGLang does not have, with the nearest name; empty if it has all."""
+    """Return a sentence with the first flag unknown to SGLang and the nearest known flag; empty if all are known."""
     from sglang.srt.server_args import ServerArgs
 
     parser = Parser()
@@ -101,5 +101,5 @@ def misspelt(argv: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    gc.disable()  # this process is short, and collection takes CPU time while SGLang is imported
+    gc.disable()  # saves CPU time while SGLang is imported; this process is short
     print(json.dumps([dataclasses.asdict(finding) for finding in report(sys.argv[1:])]))

@@ -11,7 +11,7 @@ from sglang_dflash.width.cost import table
 
 
 def fetch(url: str) -> dict[str, Any]:
-    """Return `internal_states[0]["dflash"]` of a running server's `GET /server_info`.
+    """Fetch a running server's `/server_info`, and return its `internal_states[0]["dflash"]`.
 
     Raises:
         OSError: no server answers.

@@ -26,7 +26,7 @@ def activate() -> str | None:
     if rehearsed:
         # Triton reads the variable at import. No kernel has run yet, and child processes inherit the variable.
         os.environ["TRITON_INTERPRET"] = "1"
-        # So PyTorch runs SGLang's compiled functions uncompiled, with a launch for each operation.
+        # With this variable PyTorch runs SGLang's compiled functions uncompiled, one launch per operation.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         return "sglang_dflash.rehearsal.platform.RehearsalPlatform"
     return "sglang_dflash.cpu.platform.CpuPlatform"

@@ -1,7 +1,8 @@
 """Paged attention in plain torch: decode, extend, DFlash's verify (a causal chain) and its draft block.
 
-Decode and blocks gather the keys of several requests into one rectangle, as wide as the longest, and mask the rest: one
-attention call per layer at any batch size. Extend computes request by request, a slice of queries at a time.
+Decode, verify and the draft block gather the keys of several requests into one rectangle, padded to the longest
+request, and mask the padding. So one attention call per layer serves all requests whose keys fit in MAX_RECTANGLE.
+Extend computes request by request, a slice of queries at a time.
 
 A layer's mask follows SGLang's other backends: with `attn_type` ENCODER_ONLY queries attend to the whole block,
 otherwise causally. A window w allows keys at most w positions away (SGLang's layers store the model's window less one).
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 MAX_RECTANGLE = 1 << 16  # key positions gathered at once: 64 MiB of keys and values for 2 heads of 64 in fp32
-MAX_QUERIES = 512  # queries per request and call in extend, which bounds the mask
+MAX_QUERIES = 512  # queries of one attention call in extend; bounds the memory of the mask
 
 
 class Mask(NamedTuple):
-    """Keys that a layer's queries attend to; the key of the masks that a forward's layers share."""
+    """Rule for the keys that a layer's queries attend to. Layers with equal rules share a bias (`Rectangle.bias`)."""
 
     causal: bool
     window: int | None
@@ -44,7 +45,7 @@ class Mask(NamedTuple):
         )
 
     def allowed(self, query_position: torch.Tensor, key_position: torch.Tensor) -> torch.Tensor:
-        """Return the mask, bool, for positions broadcast together."""
+        """Return True where a query may attend to a key. The two position tensors are broadcast together."""
         distance = query_position - key_position
         allowed = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         if self.window is not None:
@@ -55,7 +56,7 @@ class Mask(NamedTuple):
 
 
 class Rectangle:
-    """Some requests of the batch, with their key slots padded to the longest, and the masks computed so far."""
+    """Group of requests of the batch. Key slots are padded to the longest request, and biases are computed once."""
 
     def __init__(self, requests: slice, slots_BL: torch.Tensor, n_keys_B: torch.Tensor, n_queries: int) -> None:
         self.requests = requests
@@ -63,14 +64,14 @@ class Rectangle:
         self._key_position_L = torch.arange(slots_BL.shape[1])
         self._n_keys_B1 = n_keys_B[:, None]
         self._n_queries = n_queries
-        # Padding reads the request's own first row. It is masked, but another request's row might hold NaN, and
-        # 0 * NaN is NaN.
+        # Padding reads the request's own first slot. Padding is masked, but a slot of another request might hold NaN,
+        # and 0 * NaN is NaN.
         padded_BL = self._key_position_L >= self._n_keys_B1
         self.slots = torch.where(padded_BL, slots_BL[:, :1], slots_BL).flatten()
         self._bias: dict[tuple[Mask, torch.dtype], torch.Tensor | None] = {}
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bias of the scores, 0 or -inf, [B, 1, N, L]; None if all of it is 0."""
+        """Return the bias of the attention scores, 0 or -inf, [B, 1, N, L]; None if every value is 0."""
         key = (mask, dtype)
         if key not in self._bias:
             query_position_BN = self._n_keys_B1 - self._n_queries + torch.arange(self._n_queries)
@@ -91,7 +92,7 @@ class Segment(NamedTuple):
 
 
 class CpuAttentionBackend(AttentionBackend):
-    """SGLang's attention backend `torch_native` on this platform."""
+    """Attention backend that this platform registers in SGLang as `torch_native`."""
 
     needs_cpu_seq_lens: bool = False
 
@@ -142,7 +143,7 @@ class CpuAttentionBackend(AttentionBackend):
     def _plan_rectangles(
         self, forward_batch: "ForwardBatch", n_keys_B: torch.Tensor, n_queries: int
     ) -> list[Rectangle]:
-        """Group requests, each group with at most MAX_RECTANGLE key positions or a single request."""
+        """Group requests so that a group has at most MAX_RECTANGLE padded key positions, or is a single request."""
         widest = int(n_keys_B.max())
         B = n_keys_B.shape[0]
         n_at_once = max(1, MAX_RECTANGLE // widest)

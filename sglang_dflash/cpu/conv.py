@@ -4,7 +4,8 @@ y[t] = activation(bias + sum_j weight[j] * x[t - (W - 1) + j]), where x before t
 last W - 1 inputs, oldest first.
 
 Dimension key: B requests, N new tokens per request, T packed tokens, F channels, W taps, P = W - 1 carried inputs, S
-slots of the state pool. Results are computed in fp32, in x's dtype, and token-major in memory for any axis order.
+slots of the state pool. Results are computed in fp32 and returned in x's dtype. In memory the values of one token are
+adjacent, for any order of the axes.
 """
 
 import torch
@@ -26,7 +27,7 @@ def causal_conv1d_fn(
     activation: str | bool | None = "silu",
     **others: object,
 ) -> torch.Tensor:
-    """Convolve packed requests x [F, T] in a prefill to [F, T], and store each one's last P inputs in its slot.
+    """Convolve a prefill's packed tokens x [F, T] to [F, T], and store each request's last P inputs in its slot.
 
     `conv_states` is [S, F, P]. Tokens after the last request are padding, with results of zero. Slots must not be
     negative.
@@ -71,11 +72,12 @@ def causal_conv1d_update(
     intermediate_state_indices: torch.Tensor | None = None,
     **others: object,
 ) -> torch.Tensor:
-    """Convolve N more tokens of B requests in decode or verify, x [B, F] or [B, F, N], and advance their slots.
+    """Convolve the next tokens of B requests, and advance the state slots. x is [B, F] for one token, else [B, F, N].
 
-    Verify also stores the state after each of its N steps in row `intermediate_state_indices[b]` of
-    `intermediate_conv_window` [rows, >= N, F, P]. As with the GPU kernel, the slot itself advances to the end of the
-    block, and the commit overwrites it with the accepted step's state. Padded rows, whose slot is negative, return NaN.
+    Verify also stores the state after each of its N tokens in row `intermediate_state_indices[b]` of
+    `intermediate_conv_window` [rows, >= N, F, P]. As with the GPU kernel, the slot advances to the end of the block.
+    The commit overwrites the slot with the state after the last accepted token. Padded rows, whose slot is negative,
+    return NaN.
     """
     refuse("causal_conv1d_update", others)
     P = weight.shape[1] - 1
@@ -104,7 +106,7 @@ def _one_token(
     taps: tuple[torch.Tensor, torch.Tensor | None, str | bool | None],
     kept_in: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Convolve one token, the most frequent call, with channels before time, so that nothing is transposed."""
+    """Convolve one token per request, the most frequent call. Channels precede time, so nothing is transposed."""
     weight, bias, activation = taps
     window_BFW = torch.cat([carried_BFP, x[:, :, None].float()], dim=2)
     y_BF = _activated((window_BFW * weight.float()).sum(dim=2), bias, activation)
@@ -113,7 +115,7 @@ def _one_token(
 
 
 def _keep(pool: torch.Tensor, slot_B: torch.Tensor, state_BFP: torch.Tensor) -> None:
-    """Store states in the first P inputs of the slots; a pool may hold more."""
+    """Store states in the first P columns of the slots. A pool may have more columns."""
     state_BFP = state_BFP.to(pool.dtype)
     if pool.shape[2] == state_BFP.shape[2]:
         pool.index_copy_(0, slot_B, state_BFP)
@@ -124,7 +126,7 @@ def _keep(pool: torch.Tensor, slot_B: torch.Tensor, state_BFP: torch.Tensor) -> 
 def _convolve(
     joined: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None
 ) -> torch.Tensor:
-    """Convolve [B, P + N, F] to [B, N, F], fp32, with W shifted multiply-adds: at these sizes faster than conv1d."""
+    """Convolve [B, P + N, F] to [B, N, F], fp32, by W shifted multiply-adds, which are faster than conv1d here."""
     taps_WF = weight.T.float().unbind(0)
     N = joined.shape[1] - len(taps_WF) + 1
     y = joined[:, :N] * taps_WF[0]
@@ -145,7 +147,7 @@ def _activated(y: torch.Tensor, bias: torch.Tensor | None, activation: str | boo
 
 
 def _save_windows(window: torch.Tensor, row_B: torch.Tensor, joined: torch.Tensor) -> None:
-    """Store the P inputs before each next token: window[row, t] = joined[t + 1 : t + 1 + P], transposed to [F, P].
+    """Store the last P inputs after each token t: window[row, t] = joined[t + 1 : t + 1 + P], transposed to [F, P].
 
     Successive windows share P - 1 inputs. If SGLang stores them as overlapping views of one strip, the strip is written
     once.

@@ -44,8 +44,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
     """Prefill packed sequences: q, k [1, T, G, K], v [1, T, H, V], g and beta [1, T, H].
 
-    Sequence b starts from slot `initial_state_indices[b]` of `initial_state` [S, H, V, K], where its last state is
-    stored with `inplace_update`. A negative slot means a zero state that is not stored.
+    Sequence b starts from slot `initial_state_indices[b]` of `initial_state` [S, H, V, K]. With `inplace_update` its
+    last state is stored in this slot. A negative slot means a zero state that is not stored.
 
     Returns:
         Outputs [1, T, H, V], None, and the fp32 states before each chunk, sequence by sequence, [1, M, H, V, K].
@@ -85,13 +85,17 @@ def chunk_gated_delta_rule(
 
 
 def _scan(block: DeltaBlock, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the sequences' states through their chunks, in place. Returns the chunks' first states, and the deltas.
+    """Advance the sequences' states through their chunks, in place.
 
-    Delta = from_values - from_state S_0^T, so one solve serves all chunks before their states are known.
+    A chunk's delta is from_values - from_state S_0^T, where S_0 is the state before the chunk. The two terms do not
+    depend on S_0, so one solve computes them for all chunks at once.
+
+    Returns:
+        The state before each chunk [M, H, V, K], and the delta of each chunk [M, H, C, V].
     """
     right = torch.cat([block.v_YCV, block.k_YCK * block.decay_YC[..., None]], dim=-1)
     from_values, from_state = chunks.of_rows(block.solve(right)).split_with_sizes(state_BHVK.shape[-2:], dim=-1)
-    # The last row of D: the weight of every delta at the end of its chunk.
+    # The last row of `decay_YCC` has the decay from each token to the end of its chunk.
     to_end_MHCK = chunks.of_rows(block.k_YCK * block.decay_YCC[:, -1, :, None])
     end_decay_MH11 = chunks.of_rows(block.decay_YC[:, -1:, None])
 
@@ -132,7 +136,7 @@ class _Chunks:
         return x.unflatten(0, (self.n_chunks, -1))
 
     def in_order(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return, for j = 0, 1, ..., the rows of the sequences' j-th chunks, and the indices of these sequences."""
+        """Return one pair per chunk number j: rows of all j-th chunks, and indices of the sequences that have one."""
         steps = []
         for j in range(max(self._n_chunks_B.tolist(), default=0)):
             sequences = (self._n_chunks_B > j).nonzero().flatten()
@@ -167,7 +171,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     qk_BJGK = qk_BF.view(B, 2, G, K)
     if use_qk_l2norm_in_kernel:
         qk_BJGK = l2_normalised(qk_BJGK)
-    # A copy, because batched multiplication needs a uniform stride between heads.
+    # `reshape` copies, because batched multiplication needs a uniform stride between heads.
     q_XK, k_XK = qk_BJGK.transpose(0, 1).reshape(2, B * G, K)
     slot_B = ssm_state_indices.long()
     state_BHVK = initial_state.index_select(0, slot_B).float()
@@ -205,7 +209,7 @@ def fused_sigmoid_gating_delta_rule_update(
     cache_steps: int | None = None,
     **others: object,
 ) -> torch.Tensor:
-    """Verify, or decode unpacked, C tokens of each of B sequences.
+    """Process the next C tokens of each of B sequences: a block in verify, or one token in a decode with split q, k, v.
 
     q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]. With `intermediate_states_buffer` [rows, >= C, H, V, K] the
     state after every token is stored in row `intermediate_state_indices[b]`. With `disable_state_update` the sequence's
@@ -258,7 +262,7 @@ def _states(
     *,
     n_blocks: int,
 ) -> torch.Tensor:
-    """Return the states after every token [B, C, H, V, K], and store them in rows of `buffer` if there is one."""
+    """Return the state after every token, [B, C, H, V, K]. If there is a `buffer`, store them in its rows `row_B`."""
     B, C = n_blocks, delta_YCV.shape[1]
     rows = None if row_B is None else row_B[:B].tolist()
     # SGLang's rows are 0 .. B-1 (except with pipeline parallelism), so states are computed in place.

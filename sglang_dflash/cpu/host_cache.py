@@ -1,7 +1,7 @@
-"""Copies between the device and host pools of a hierarchical cache, if both are in host memory.
+"""Copies between the device pool and the host pool of a hierarchical cache. On this platform both are in host memory.
 
-SGLang imports these functions from `sgl_kernel` only on a GPU. A device pool stores layers [tokens, ...]. A host pool
-stores layers, or pages with all layers, [pages, layers, tokens of a page, ...].
+SGLang imports these functions from `sgl_kernel` only on a GPU. A device pool stores one tensor [tokens, ...] per layer.
+A host pool stores the same, or pages of all layers [pages, layers, tokens of a page, ...].
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,10 @@ def transfer_kv_all_layer_direct_lf_pf(
 
 
 def install() -> None:
-    """Set the functions where SGLang would have imported them, and disable CUDA registration and reserved memory."""
+    """Set these functions in the modules that import them on a GPU.
+
+    Also disables the registration of host memory with CUDA, and the check for a reserve of free host memory.
+    """
     copies = (transfer_kv_direct, transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf)
     for module in ("mha", "mamba"):
         _names(module).update({copy.__name__: copy for copy in copies})

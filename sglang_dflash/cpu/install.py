@@ -1,8 +1,8 @@
 """Installation of torch definitions for GPU-only names of SGLang, and a check that they are active.
 
-SGLang's modules import kernels by name, so all existing references must be replaced. SGLang's own hook registry does
-so too, but only logs its failures. `verify` checks every SGLang module when the model is loaded, and stops the launch
-if a GPU kernel is still reachable.
+SGLang's modules import kernels by name, so all existing references must be replaced. SGLang's own hook registry also
+replaces references, but only logs its failures. `verify` checks every SGLang module when the model is loaded, and stops
+the launch if a GPU kernel is still reachable. A stand-in is the torch definition that replaces a name, its target.
 """
 
 import importlib
@@ -27,13 +27,13 @@ _SRT = "sglang.srt."
 _COMPRESSED = "compressed_tensors.compressed_tensors.CompressedTensorsConfig"
 _FORMATS = "fp8.Fp8Config", "w8a8_int8.W8A8Int8Config", "awq.awq.AWQConfig", _COMPRESSED
 
-# Replacements and originals, by target.
+# Stand-ins and originals, by the dotted name of the target.
 _stand_ins: dict[str, Any] = {}
 _originals: dict[str, Any] = {}
 
 
 def at_import() -> dict[str, Any]:
-    """Return replacements for kernels and device methods."""
+    """Return the stand-ins for kernels and device methods, by target."""
     return {
         _KERNELS + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": (
             norm.fused_qkvzba_split_reshape_cat_contiguous
@@ -80,7 +80,10 @@ def at_import() -> dict[str, Any]:
 
 
 def after_load() -> dict[str, Any]:
-    """Return replacements in modules that import the model runner, which must be imported before."""
+    """Return the stand-ins for modules that import SGLang's model runner, by target.
+
+    Call this only after the model runner is imported. While it loads, these modules cannot be imported.
+    """
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     return {
@@ -105,7 +108,7 @@ def after_load() -> dict[str, Any]:
 
 
 def _of_quantization() -> dict[str, Any]:
-    """Return replacements for quantized products that SGLang imports only on a GPU, and for its checks."""
+    """Return stand-ins for quantized matrix products that SGLang imports only on a GPU, and for its device checks."""
     home = _SRT + "layers.quantization."
     schemes = home + "compressed_tensors.schemes."
     modules = home + "w8a8_int8", schemes + "compressed_tensors_w8a8_int8"
@@ -120,7 +123,7 @@ def _of_quantization() -> dict[str, Any]:
 
 
 def install(stand_ins: Mapping[str, Any]) -> None:
-    """Set every stand-in at its target, and in all SGLang modules that have imported the target, permanently."""
+    """Replace every target by its stand-in, also in all SGLang modules that have imported it. This is permanent."""
     copies: dict[int, Any] = {}
     for target, stand_in in stand_ins.items():
         if target in _stand_ins:
@@ -130,7 +133,7 @@ def install(stand_ins: Mapping[str, Any]) -> None:
         original = pkgutil.resolve_name(target)
         setattr(owner, name, stand_in)
         _stand_ins[target], _originals[target] = stand_in, original
-        if callable(original):  # None and False occur everywhere
+        if callable(original):  # unrelated names share other values, such as None and False
             copies[id(original)] = stand_in
     for module, name, value in _sglang_names():
         if id(value) in copies:
@@ -138,7 +141,7 @@ def install(stand_ins: Mapping[str, Any]) -> None:
 
 
 def put(values: Mapping[str, Any], within: str = "") -> None:
-    """Set names in their own modules only; `within` is a prefix of each dotted name."""
+    """Set each dotted name in its own module, not in modules that imported it; `within` is a prefix of each name."""
     for target, value in values.items():
         module, name = (within + target).rsplit(".", 1)
         setattr(importlib.import_module(module), name, value)
@@ -148,7 +151,7 @@ def verify() -> None:
     """Check that every stand-in is at its target, and that no SGLang module still has an original.
 
     Raises:
-        RuntimeError: names the targets with other values.
+        RuntimeError: a target has another value, or an original is still in use; the message names them.
     """
     wrong = [target for target, ours in _stand_ins.items() if pkgutil.resolve_name(target) is not ours]
     replaced = {id(original): target for target, original in _originals.items() if callable(original)}

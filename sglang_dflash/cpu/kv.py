@@ -18,7 +18,7 @@ def block_cache_locs(
     draft_token_num: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the slots of N positions from `start_offset`, for every request: int64 [B * N]."""
+    """Return the KV slots of N positions from `start_offset` on, for every request: int64 [B * N]."""
     positions_BN = start_offset.long()[:, None] + torch.arange(draft_token_num, device=device)
     return req_to_token[req_pool_indices.long()[:, None], positions_BN].long().flatten()
 
@@ -33,7 +33,7 @@ def assign_req_to_token_pool_func(
 ) -> None:
     """Write T new slots into positions [start, end) of each request's row, in place; `out_cache_loc` is packed [T]."""
     n_new_B = (end_offset - start_offset).long()
-    # Packed index minus position is one constant per request.
+    # Within a request, packed index minus position is constant.
     shift_B = n_new_B.cumsum(0) - end_offset
     n_new = int(n_new_B.sum())
     position_T = torch.arange(n_new) - shift_B.repeat_interleave(n_new_B, output_size=n_new)

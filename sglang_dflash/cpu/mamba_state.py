@@ -17,7 +17,7 @@ def track_mamba_states_if_needed(
     batch_size: int,
     check_freed_slots: bool = False,
 ) -> None:
-    """Copy the masked requests' states [S, ...] of one layer to their tracking slots, in place."""
+    """Copy one layer's states [S, ...] of the requests in `mamba_track_mask` to their tracking slots, in place."""
     track_mamba_states_all_layers(
         conv_states[None],
         ssm_states[None],
@@ -38,7 +38,7 @@ def track_mamba_states_all_layers(
     batch_size: int,
     check_freed_slots: bool = False,
 ) -> None:
-    """Copy the masked requests' states [L, S, ...] of all layers to their tracking slots, in place.
+    """Copy all layers' states [L, S, ...] of the requests in `mamba_track_mask` to their tracking slots, in place.
 
     Negative slots are skipped with `check_freed_slots`, and not allowed without it.
     """
@@ -60,8 +60,8 @@ def scatter_states_with_mask(
     """Copy the state after step `step_indices_raw[b]` of scratch row b to slot `dst_indices_raw[b]`, in all layers.
 
     dst [L, S, ...], src [L, R, N, ...] (possibly an overlapping view). A request is skipped if its step, slot or
-    scratch row is out of range, as SGLang's -1. Replaces the kernels for recurrent states and for convolution windows,
-    which differ only in memory layout.
+    scratch row is out of range, such as -1, which SGLang passes. Replaces both the kernel for recurrent states and the
+    kernel for convolution windows, which differ only in memory layout.
     """
     rows = range(len(step_indices_raw)) if src_indices_raw is None else src_indices_raw.tolist()
     # A state has many kilobytes, so single copies are faster than gather and scatter.
@@ -85,12 +85,12 @@ def fused_commit_track_indices(
     """Find in every block the slot of the last accepted token, and the slot that completes a track interval.
 
     With prefix p and n accepted tokens, the largest multiple of the interval is m = (p + n) // interval * interval.
-    Slot m - p - 1 completes it if m > p.
+    Slot m - p - 1 completes the interval if m > p.
 
     Args:
         accept_index: int64 [B, at most N], the rows of the accepted tokens in [B * N].
-        accept_lens: int32 or int64 [B], accepted tokens, 1..N.
-        seq_lens: int64 [B], tokens before the block; None: nothing is tracked.
+        accept_lens: int32 or int64 [B], number of accepted tokens, 1..N.
+        seq_lens: int64 [B], number of tokens before the block; None: nothing is tracked.
         draft_token_num: N.
     Returns:
         Both slots, int64 [B]. The second is -1 if no interval is completed, and None without `seq_lens`.

@@ -43,7 +43,7 @@ def rms_norm_gated(
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> torch.Tensor:
-    """Compute the RMS norm of the last dimension in fp32, then multiply by silu(z) (or sigmoid(z)); in x's dtype."""
+    """Return the RMS norm of the last dimension times silu(z) or sigmoid(z), computed in fp32, in x's dtype."""
     refuse(
         "rms_norm_gated",
         {
@@ -76,7 +76,7 @@ def fused_gate_sigmoid_mul_add(
     shared_output: torch.Tensor,
     final_hidden_states: torch.Tensor,
 ) -> None:
-    """Add sigmoid(hidden . gate) * shared to `final_hidden_states`, per row in fp32: a shared expert; all [T, F]."""
+    """Add a shared expert's output [T, F] times sigmoid(hidden . gate) to `final_hidden_states`, per row in fp32."""
     gate_T1 = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
     final_hidden_states.copy_(torch.addcmul(final_hidden_states.float(), gate_T1, shared_output.float()))
 
@@ -96,7 +96,7 @@ def rms_apply_serial(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMS norms of x1 [T, F] and x2 [T, F'], in their dtypes; rows are split over `tp_world` ranks."""
+    """Return the RMS norms of x1 [T, F] and x2 [T, F'], in their dtypes; each row is split over `tp_world` ranks."""
     sums = sum_sq[: 2 * len(x1)].view(2, -1, 1)
     return tuple(  # type: ignore[return-value]
         (x.float() * torch.rsqrt(sum_T1 / (x.shape[-1] * tp_world) + eps) * w.float()).to(x.dtype)
@@ -107,7 +107,7 @@ def rms_apply_serial(
 def softcap_logits(
     full_logits: torch.Tensor, final_logit_softcapping: float | None, output: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute cap * tanh(logits / cap), or the logits without a cap; in place, or into `output`."""
+    """Write cap * tanh(logits / cap) into `output`, by default in place. Without a cap the logits are unchanged."""
     capped = full_logits
     if final_logit_softcapping is not None:
         capped = final_logit_softcapping * (full_logits.float() / final_logit_softcapping).tanh()

@@ -1,7 +1,7 @@
 """Padded rows of a captured batch, which have negative state slots and come last.
 
-GPU kernels skip padded rows. If a kernel leaves a padded row's output uninitialised, the stand-in fills it with NaN, so
-that any use of it shows.
+GPU kernels skip padded rows. If a kernel leaves a padded row's output uninitialised, its stand-in here writes NaN, so
+that any use of this output shows.
 """
 
 import torch

@@ -71,7 +71,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         install.install(install.at_import())
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Install the remaining stand-ins, and verify all, once per model: all users of kernels are imported now."""
+        """Install the remaining stand-ins and verify all of them.
+
+        SGLang calls this after each model is loaded, when all modules that use kernels are imported.
+        """
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from sglang_dflash.cpu import host_cache, install
@@ -86,13 +89,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 def register_choices() -> None:
     """Allow the torch attention backend for drafts, and DFLASH with attention data parallelism, on this platform.
 
-    The first process needs this for the command line, and so does the draft worker's process.
+    The launching process needs this to parse the command line, and the process of the draft worker needs this too.
     """
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
     from sglang.srt.platforms import current_platform
 
     if isinstance(current_platform, CpuPlatform) and ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
         add_draft_attention_backend_choices([ATTENTION_BACKEND])
-        # SGLang requires CUDA for DFLASH with attention data parallelism, and flags that `config.py` checks.
+        # For DFLASH with attention data parallelism SGLang requires CUDA and some flags. `config.py` checks the flags,
+        # so SGLang's check is disabled.
         hook: Any = import_module("sglang.srt.arg_groups.speculative_hook")
         hook.attn_dp_enabled_of = lambda args: False

@@ -1,7 +1,7 @@
-"""Products with quantized weights: fp8 in blocks, int8 by channel, 4-bit AWQ.
+"""Matrix products with quantized weights: fp8 in blocks, int8 by channel, 4-bit AWQ.
 
-These definitions are not fast: they dequantize weights in every product, and sum in fp32. As in the kernels,
-activations are quantized row by row, so a token's result does not depend on the others.
+These definitions are slow, because they dequantize weights in every product and sum in fp32. As in the kernels,
+activations are quantized row by row, so a token's result does not depend on other tokens.
 
 Dimension key: T tokens, K inputs, N outputs, G groups of inputs.
 """
@@ -11,12 +11,12 @@ import torch
 from sglang_dflash.cpu.refuse import refuse
 
 FP8, FP8_MAX, INT8_MAX = torch.float8_e4m3fn, 448.0, 127.0
-# Places of eight consecutive outputs in AWQ's int32, in units of 4 bits.
+# Position in AWQ's int32 of each of eight consecutive outputs, in units of 4 bits.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AnyDtype:
-    """Replacement for SGLang's method that lists the activation dtypes of GPU kernels, of a class or an object."""
+    """Replacement for SGLang's method that lists the activation dtypes of GPU kernels; needs no class or object."""
 
     def __call__(self, **_: object) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16, torch.float16]
@@ -53,7 +53,7 @@ def w8a8_block_fp8_matmul_triton(
 
 
 def spread(scale: torch.Tensor, dim: int, size: int, total: int) -> torch.Tensor:
-    """Expand a scale per block of `size` to one per number; the last block may be shorter."""
+    """Expand one scale per block of `size` elements to one scale per element; the last block may be shorter."""
     return scale.repeat_interleave(size, dim).narrow(dim, 0, total)
 
 
@@ -72,7 +72,7 @@ def int8_scaled_mm(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [T, N]: the integer product, exact in fp32 up to 1,040 inputs, times both scales."""
+    """Return [T, N]: the matrix product (exact in fp32 up to 1,040 inputs) times both scales, plus the bias."""
     out_TN = (a_TK.float() @ b_KN.float()) * scale_T1 * scale_N1.view(1, -1)
     return (out_TN if bias is None else out_TN + bias).to(out_dtype)
 

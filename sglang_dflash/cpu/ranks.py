@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 def memcpy(
     dst: torch.Tensor, src: torch.Tensor, dim: int, offset: torch.Tensor, sz: torch.Tensor, offset_src: bool
 ) -> None:
-    """Copy `sz` rows from row `offset` of `src`, or to row `offset` of `dst`, without reading counts on the host."""
+    """Copy `sz` rows, from row `offset` of `src` on if `offset_src`, else to row `offset` of `dst` on.
+
+    The other tensor is used from row 0 on. `offset` and `sz` are not read on the host.
+    """
     assert dim == 0, "rows are copied"
     row = torch.arange(dst.shape[0], device=dst.device)
     from_row = row + offset if offset_src else row - offset
@@ -26,7 +29,7 @@ def memcpy(
 def reduce_scatter_tensor(self: GroupCoordinator, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of the sum of all inputs.
 
-    Gloo's own reduce-scatter also sums all rows, but copies this rank's rows on the host, which capture forbids.
+    Gloo's own reduce-scatter also sums all rows, but copies this rank's rows on the host. Graph capture forbids this.
     """
     summed = self.all_reduce(input.clone())
     return output.copy_(summed.narrow(0, self.rank_in_group * len(output), len(output)))

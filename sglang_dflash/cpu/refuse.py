@@ -1,4 +1,4 @@
-"""Check of a stand-in's arguments for unsupported ones."""
+"""Check that a stand-in got no argument that it does not support."""
 
 from collections.abc import Mapping
 

@@ -1,7 +1,7 @@
 """Sampled verification of a drafted chain for SGLang's own DFLASH worker (T > 0).
 
 Without this function SGLang would verify greedily after a single warning, which would make its worker look faster than
-an exact one. This plugin's worker does not use it.
+an exact worker. This plugin's worker does not use this function.
 
 Dimension key: B requests, N tokens per block (slot 0 the anchor), D = N - 1 drafts, V vocabulary.
 """
@@ -29,9 +29,10 @@ def tree_speculative_sampling_target_only(
 ) -> None:
     """Accept drafts by rejection sampling, and draw one more token from the remaining distribution; results in place.
 
-    The coin of slot i is uniform_samples[b, i], and p is the target's probability of its draft. The draft is accepted
-    if coin <= p / threshold_acc or p >= threshold_single. The last token is drawn from the target's distribution after
-    the last accepted slot. If a draft was rejected, draft_probs and this draft are subtracted from the distribution.
+    For the draft after slot i, coin is uniform_samples[b, i], and p is the draft's probability in target_probs[b, i].
+    A draft is accepted if all drafts before it are, and coin <= p / threshold_acc or p >= threshold_single. The last
+    token is drawn from the target's distribution after the last accepted slot. If a draft was rejected there,
+    draft_probs is subtracted from this distribution first, and the rejected draft gets probability 0.
 
     candidates int64 [B, N]; target_probs, draft_probs fp32 [B, N, V]; uniform_samples fp32 [B, N];
     uniform_samples_for_final_sampling fp32 [B]. Written: predicts int32 [B * N] at retrive_index of every accepted slot
@@ -72,6 +73,6 @@ def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:
 
 
 def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `k` largest values of the last dimension and their indices, largest first, in place of FlashInfer."""
+    """Return the `k` largest values of the last dimension and their indices, largest first; replaces FlashInfer's."""
     largest, where = torch.topk(scores, k, dim=-1)
     return largest, where

@@ -2,7 +2,7 @@
 
 SGLang's own code does handshake, queues and polling. The engine only writes into another process's memory. If
 Mooncake's package and system libraries are installed, Mooncake's own engine is used, which also runs on a CPU, over
-TCP. With this engine both servers must run on the same machine.
+TCP. With the engine of this file both servers must run on the same machine.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ HOST = "127.0.0.1"
 
 
 class TransferEngine:
-    """Mooncake's engine as SGLang calls it; a status is 0, or -1 for failure."""
+    """Engine with the methods of Mooncake's that SGLang calls. A returned status is 0, or -1 for failure."""
 
     def __init__(self) -> None:
-        self.regions: dict[int, int] = {}  # by address: bytes that other processes may write
+        self.regions: dict[int, int] = {}  # address -> number of bytes from there that other processes may write
 
     def initialize(self, hostname: str, handshake: str, protocol: str, device: str) -> int:
         engine = self
@@ -30,7 +30,7 @@ class TransferEngine:
         class Writes(socketserver.StreamRequestHandler):
             def handle(self) -> None:
                 head = self.rfile.read(HEAD.size)
-                if not head:  # a probe
+                if not head:  # `send_probe` sends no bytes
                     return
                 (n_parts,) = HEAD.unpack(head)
                 parts = [PART.unpack(self.rfile.read(PART.size)) for _ in range(n_parts)]
@@ -70,7 +70,7 @@ class TransferEngine:
         return self.batch_transfer_sync_write(peer, [source], [target], [length])
 
     def batch_transfer_sync_write(self, peer: str, sources: list[int], targets: list[int], lengths: list[int]) -> int:
-        """Write `lengths` bytes from the addresses `sources` to `targets` in the process that listens at `peer`."""
+        """Copy lengths[i] bytes from address sources[i] here to address targets[i] in the process at `peer`."""
         try:
             with self._connect(peer) as connection:
                 parts = b"".join(PART.pack(*part) for part in zip(targets, lengths, strict=True))

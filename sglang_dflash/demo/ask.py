@@ -1,4 +1,4 @@
-"""Client for a streamed question. SGLang sends a chunk per step, with the number of tokens so far."""
+"""Client that asks a question and streams the answer. SGLang sends one chunk per step, with the total token count."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Answer to one question, and the decode steps and accepted drafts that wrote it."""
+    """Answer to one question, with the number of its decode steps and accepted drafts."""
 
     text: str
     n_tokens: int
@@ -46,7 +46,7 @@ def ask(
     """Request a greedy streamed chat completion, and call `show` with every step as it arrives.
 
     Args:
-        messages: a conversation, or one question.
+        messages: a conversation, or one question as text.
         rid: id of the request on the server.
     Raises:
         openai.APIError: the server rejects the request, or does not answer.

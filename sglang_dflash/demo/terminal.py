@@ -44,9 +44,9 @@ class Painter:
     def _split(self, step: Step) -> tuple[str, str]:
         """Split a step's text into accepted drafts and the target's own token.
 
-        The target's own token is the last one of a step, and the only one of the prefill. Encoding the text again finds
-        it. If this gives another number of tokens, no text is marked as the target's: an end token has no text, and a
-        character can be split between steps.
+        The target's own token is the last token of a step, and the only token of the prefill. Its text is found by
+        encoding the step's text again. If the encoding has another number of tokens than the step, no text is marked
+        as the target's. This happens because an end token has no text, and a character can be split between steps.
         """
         if self.n_shown == 0 or step.n_tokens == 1:
             return "", step.text
@@ -58,13 +58,13 @@ class Painter:
 
 
 def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> list[tuple[str, Answer, Answer]]:
-    """Ask both servers every question, print the first one's answers, and time both.
+    """Ask both servers every question, print the answers of `on`, and time both servers.
 
     Raises:
         ServerError: the two answers to a question differ.
     """
     with_speculation, without = on.openai(), off.openai()
-    for client in (with_speculation, without):  # a server's first request includes lazy set-up
+    for client in (with_speculation, without):  # not measured: a server's first request includes lazy set-up
         ask(client, "Hello.", lambda step: None)
     results = []
     for kind, question in questions():
@@ -104,7 +104,7 @@ def summary(results: Sequence[tuple[str, Answer, Answer]]) -> Table:
 
 
 def total(answers: Sequence[Answer]) -> Answer:
-    """Return the sum of the answers as one."""
+    """Return one answer with the sums of all counts and times."""
     return Answer(
         text="".join(answer.text for answer in answers),
         n_tokens=sum(answer.n_tokens for answer in answers),

@@ -26,7 +26,10 @@ POLICY = "default-src 'none'; connect-src 'self'; style-src 'nonce-{0}'; script-
 
 
 class Verified(NamedTuple):
-    """Step of one request: tokens verified, drafts accepted, and the copied ones among these, which come last."""
+    """Step of one request: number of tokens verified, of accepted drafts, and of accepted drafts that are copies.
+
+    Copies are the last of the accepted drafts.
+    """
 
     width: int
     n_accepted: int
@@ -34,19 +37,19 @@ class Verified(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        """Return the kind of each committed token."""
+        """Return the kind of each committed token: drafted block, n-gram copy, or the target's own."""
         return ["block"] * (self.n_accepted - self.n_copied) + ["copy"] * self.n_copied + ["own"]
 
 
 class StepTrace:
-    """Reader, by request, of a trace (`SGLANG_DFLASH_WIDTH_TRACE`) that a server is writing."""
+    """Reader of the step trace (`SGLANG_DFLASH_WIDTH_TRACE`) that a server is writing, by request."""
 
     def __init__(self, folder: Path) -> None:
         self.files = [path.open() for path in sorted(folder.glob("*.jsonl"))]
         self.unread: dict[str, deque[Verified]] = defaultdict(deque)
 
     def of(self, rid: str, n_tokens: int) -> list[Verified]:
-        """Return the request's next steps up to `n_tokens` committed tokens; the last step may exceed them."""
+        """Return the request's next steps, until they commit `n_tokens` tokens or more, or no step is left."""
         for file in self.files:
             for line in map(json.loads, file):
                 for one, n_accepted in line["accepted"].items():
@@ -59,9 +62,9 @@ class StepTrace:
 
 
 def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> list[tuple[str, int, str]]:
-    """Return (kind, place in the block, text) of each token.
+    """Return (kind, index in its step from 1, text) of each token.
 
-    If the text encodes to another number of tokens, the whole text is one piece.
+    If the text does not encode to the step's number of tokens, the whole text is one piece.
     """
     if not step.text:  # the end token alone
         return []
@@ -134,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
     port: int
 
     def is_ours(self) -> bool:
-        """Return whether the request's host is localhost with this port, and its origin, if any, this page."""
+        """Return whether `Host` is localhost with this port, and `Origin`, if sent, is this page's."""
         names = {f"{name}:{self.port}" for name in (HOST, "localhost")}
         origin = self.headers.get("Origin")
         return self.headers.get("Host") in names and (origin is None or origin.removeprefix("http://") in names)
@@ -185,5 +188,5 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def web_server(demo: Demo, port: int) -> ThreadingHTTPServer:
-    """Return a server that listens on localhost only; `serve_forever` answers."""
+    """Return a server that listens on localhost only. It answers once `serve_forever` is called."""
     return ThreadingHTTPServer((HOST, port), type("DemoHandler", (Handler,), {"demo": demo, "port": port}))

@@ -2,9 +2,9 @@
 
     sglang-dflash mlx --model Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Why is the sky blue?"
 
-mlx-lm is neither copied nor edited: its models run unchanged, and their layers' calls are recorded (`target.py`). Needs
-`pip install "sglang-dflash[mlx]"`, neither torch nor SGLang. Names are imported when they are used, so that the command
-line prints its help without MLX.
+mlx-lm is neither copied nor edited: its models run unchanged, and their layers' calls are recorded (`target.py`). This
+package needs `pip install "sglang-dflash[mlx]"`, but neither torch nor SGLang. Names are imported when they are used,
+so that the command line prints its help without MLX.
 """
 
 from importlib import import_module
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     """Import a name of `__all__`.
 
     Raises:
-        AttributeError: another name.
+        AttributeError: `name` is not in `__all__`.
         ModuleNotFoundError: MLX is not installed.
     """
     if name not in __all__:

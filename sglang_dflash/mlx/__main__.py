@@ -1,4 +1,4 @@
-"""One prompt, answered with a draft: text as it comes, then what the steps were.
+"""Command line that answers one prompt with a draft: streams the text, then prints a summary of the steps.
 
 sglang-dflash mlx --model DIR --draft DIR --prompt "Why is the sky blue?" --temperature 0.7
 """
@@ -50,7 +50,8 @@ def answer(options: Namespace) -> None:
         ModuleNotFoundError: MLX is not installed.
         ValueError, FileNotFoundError: the pair cannot be loaded, or an option does not fit it.
     """
-    from sglang_dflash.mlx import Options, load, stream_generate  # without MLX an error with the cure
+    # If MLX is missing, this import raises ModuleNotFoundError with the pip command.
+    from sglang_dflash.mlx import Options, load, stream_generate
 
     pair = load(options.model, options.draft)
 
@@ -82,7 +83,13 @@ def answer(options: Namespace) -> None:
 
 
 def summary(steps: Sequence["DecodedStep"], began: float, ends: Sequence[float]) -> str:
-    """Return a line about the steps with drafts, without the prompt's step and the last one, which has no tokens."""
+    """Return one line about the steps with drafts: all but the prompt's step, and the last step, which has no tokens.
+
+    Args:
+        steps: those of `stream_generate`.
+        began: time before the prompt, in seconds.
+        ends: time after each step, in seconds.
+    """
     decoded = steps[1:-1]
     if not decoded:
         return f"1 token, prompt {ends[0] - began:.2f} s"

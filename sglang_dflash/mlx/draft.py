@@ -1,4 +1,4 @@
-"""DFlash draft, 1 or 2, in MLX: the computation of `sglang_dflash.model.draft`, for one block over one text.
+"""DFlash or DFlash 2 draft in MLX: the computation of `sglang_dflash.model.draft`, for one block of one sequence.
 
 Shapes: S features or slots, N slots of a block, D = N - 1 drafts, T visible context tokens, H hidden, C features, E
 head width, V vocabulary, K candidates; 1 is the batch.
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         return self.o_proj(out.swapaxes(1, 2).reshape(1, N, -1))
 
     def mask(self, N: int, T: int) -> mx.array | None:
-        """Return the attention mask of the slots, bool [N, T + N]; None without a window: all keys."""
+        """Return the attention mask of the slots, bool [N, T + N]; None if there is no window: all keys are visible."""
         if self.window is None:
             return None
         distance = mx.arange(N)[:, None] - mx.arange(-T, N)
@@ -178,7 +178,7 @@ class MLXDraft(nn.Module):
         return self.norm(hidden_1NH)[0, 1:]
 
     def guesses(self, hidden_DH: mx.array, logits_DV: mx.array, anchor_1: mx.array) -> mx.array:
-        """Return the drafts of a block, [D]: each slot's argmax, or the selector's path."""
+        """Return the drafts of a block, [D]: the selector's path if there is a selector, else each slot's argmax."""
         if not self.config.selector_rank:
             return mx.argmax(logits_DV, axis=-1)
         return self.candidate_selector(hidden_DH, logits_DV, anchor_1)

@@ -1,4 +1,4 @@
-"""Loader of a target of mlx-lm and its draft, which are checked against each other."""
+"""Loader of an mlx-lm target and its draft, with a check that the two match."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.mlx.draft import MLXDraft
 
-# Model types of mlx-lm without a scaled embedding, because the draft does not scale it.
+# Supported model types. The draft does not scale the target's embedding, so neither may mlx-lm's model.
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
-TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # types that the same class loads
+# Text-only model type -> type in FAMILIES that is loaded by the same class of mlx-lm.
+TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 
 
 class Pair(NamedTuple):
@@ -38,7 +39,7 @@ def load(model: str, draft: str) -> Pair:
     Raises:
         NotSupported: the target's family, or the kind of draft, is not supported here.
         ValueError: draft and target do not match.
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: a given folder does not exist.
     """
     config = target_config(model)
     kind = TEXT_ONLY.get(config.get("model_type", ""), config.get("model_type"))

@@ -1,8 +1,9 @@
 """Model of mlx-lm as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
 
-Calls of layers are recorded while the model reads. Outputs of some layers are the features. A recurrent state cannot be
-cut like K and V. So the state before the block is restored, and the layer is called again with the kept rows of its
-recorded input. MLX then computes the projections and the state, but not the layer's output.
+Calls of layers are recorded while the model reads. Outputs of some layers are the features. K and V of rejected tokens
+are dropped, but a recurrent state contains all tokens. So the state before the block is restored, and the layer is
+called again with the kept rows of its recorded input. MLX is lazy: of this second call it computes the projections and
+the state, but not the unused output.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class MLXTarget:
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         self.model, self.layer_ids = model, layer_ids
-        # A rotating cache overwrites rows that left the window, so it could not be undone. The mask limits the window.
+        # A rotating cache overwrites rows that left the window, so rejected tokens could not be undone. With a plain
+        # cache the attention mask limits the window.
         made = make_prompt_cache(model)
         self.caches = [KVCache() if isinstance(cache, RotatingKVCache) else cache for cache in made]
         unknown = {type(cache).__name__ for cache in self.caches} - {KVCache.__name__, ArraysCache.__name__}
@@ -75,9 +77,9 @@ class MLXTarget:
                 "only K and V, and arrays of recurrent layers, can be undone"
             )
         self.recurrent = [i for i, cache in enumerate(self.caches) if isinstance(cache, ArraysCache)]
-        # Other layers are not recorded, because the rows of a prompt's chunk are large.
+        # Only these layers are recorded, because the rows of a prompt's chunk are large.
         self.watched = {i: model.layers[i] for i in {*layer_ids, *self.recurrent}}
-        self.n_rows = 0  # tokens of the last read
+        self.n_rows = 0  # number of tokens of the last read
         self.before: dict[int, list[Any]] = {}  # arrays of recurrent layers before the last read
         self.calls: dict[int, Call] = {}
 

@@ -10,7 +10,7 @@ from sglang_dflash.draft.generation import DecodedStep
 
 
 class Copies:
-    """One token history, with counts of the value of copies from it."""
+    """Token history of one sequence, with counts of what its copies gained (`counts_1K2`, see `copy_draft`)."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.text = list(prompt)
@@ -18,7 +18,7 @@ class Copies:
         self.totals_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
 
     def copy(self, tokens_N: torch.Tensor) -> torch.Tensor:
-        """Return the tokens to verify for a block, int64 [N]: its guesses up to a slot, then a copy."""
+        """Return the tokens to verify for a block, int64 [N]: the draft's guesses up to a slot, then a copy."""
         self.block_1N, N = tokens_N.cpu()[None], len(tokens_N)
         self.texts = Texts(
             torch.tensor([len(self.text)]),
@@ -30,7 +30,7 @@ class Copies:
         return self.copied.tokens_BN[0].to(tokens_N.device)
 
     def weigh(self, step: DecodedStep) -> None:
-        """Count the outcome of the last copy; `step` is not cut at an end."""
+        """Count the outcome of the last copy. `step` must not be cut at an end token or a length limit (`ended`)."""
         committed_1N = torch.zeros_like(self.block_1N)
         committed_1N[0, : len(step.committed)] = torch.tensor(step.committed)
         n_committed_1 = torch.tensor([len(step.committed)], dtype=torch.int32)

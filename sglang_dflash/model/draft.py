@@ -1,4 +1,4 @@
-"""The DFlash draft, 1 or 2: a few transformer layers that guess a whole block of tokens in one pass.
+"""The DFlash or DFlash 2 draft: a few transformer layers that guess a whole block of tokens in one pass.
 
 A block is the anchor (the last committed token) followed by mask tokens. Every slot attends to the context KV, which is
 projected in each layer from the features of all committed tokens before the anchor. It also attends to the other slots
@@ -7,7 +7,7 @@ of its block. The draft uses the target's embedding and head.
 Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, H hidden, C features, L layers, G
 key/value heads, E head width. Generation uses one block per sequence, training many blocks over one context.
 
-Independent of targets, sampling and losses.
+This module contains no target, sampling or loss.
 """
 
 from typing import NamedTuple, cast
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         """Attend from the slots, [R, A, N, H], to context and block.
 
         `visible_RANK` (bool, K = T + N: context, then block) marks the keys that each slot attends to. The blocks of a
-        row share its context, so one product computes the scores of all their queries, without a copy of the keys.
+        sequence share its context, so one product computes the scores of all their queries, without copies of the keys.
         """
         R, A, N, _ = hidden_RANH.shape
         query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation) * self.head_dim**-0.5
@@ -162,7 +162,7 @@ class Draft(nn.Module):
 
         Args:
             embeddings_RANH: the target's embeddings of anchor, mask, mask, ...
-            prefix_len_RA: int64, tokens before each block's anchor; the anchor's position. Later context is masked.
+            prefix_len_RA: int64, the position of each block's anchor. Context from this position on is masked.
             draft_window: most context tokens that the block attends to; None: all.
         """
         N = embeddings_RANH.shape[2]
@@ -176,12 +176,12 @@ class Draft(nn.Module):
         return self.norm(hidden_RANH)
 
     def guesses(self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor) -> torch.Tensor:
-        """Return the drafts of X blocks, int64 [X, D]: each slot's argmax, or the selector's path.
+        """Return the drafts of X blocks, int64 [X, D]: the selector's path if there is a selector, else the argmax.
 
         Args:
             hidden_XDH: hidden states of the slots after the anchors.
             logits_XDV: the target head's output for these slots.
-            anchor_X: int64.
+            anchor_X: int64, token ids of the anchors.
         """
         if self.candidate_selector is None:
             return logits_XDV.argmax(-1)
@@ -192,7 +192,7 @@ class Draft(nn.Module):
         return rotation_at(positions, frequencies.to(self.device), scale, self.dtype)
 
     def _visible(self, layer: int, positions_RAN: torch.Tensor, T: int, draft_window: int | None) -> torch.Tensor:
-        """Return the mask of a layer, [R, A, N, T + N]: the context tokens and slots that each slot attends to."""
+        """Return a layer's mask, bool [R, A, N, T + N]: the context tokens and slots that each slot attends to."""
         prefix_len_RA1 = positions_RAN[..., :1]
         token_T = torch.arange(T, device=self.device)
         in_context_RAT = token_T < prefix_len_RA1

@@ -3,7 +3,7 @@
 The target chooses a token at every slot (its argmax, or a sample at temperature > 0), and drafts are kept while they
 equal the target's token. So the committed tokens are exactly the target's own, at any temperature.
 
-Independent of batches and engines: it uses the draft's forward and `Target`.
+There are no batches here and no serving engine: only the draft's forward and `target.TargetReader`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Options:
     width: slots verified per step, a prefix of the block, or more than the block with `copies`; None: the block.
     draft_window: context tokens that the draft attends to, as `--speculative-draft-window-size`; None: all.
     page_size: the window begins at a page boundary, as in SGLang's paged backends, so it is up to page - 1 longer.
-    n_unseen: first tokens that the draft never attends to, such as a cached prefix with a ring buffer.
+    n_unseen: number of first tokens that the draft never attends to, such as a cached prefix with a ring buffer.
     copies: continue the block's guesses by n-gram copies, see `kernels/copy_draft.py`.
-    generator: for samples at temperature > 0, on the target's device; None: torch's own.
+    generator: random generator for temperature > 0, on the target's device; None: torch's default.
     """
 
     max_new_tokens: int
@@ -54,7 +54,7 @@ class Options:
             )
 
     def window(self, prefix_len: int) -> int:
-        """Return the number of context tokens that the draft attends to after `prefix_len`."""
+        """Return how many of the `prefix_len` context tokens the draft attends to."""
         if self.draft_window is None:
             return prefix_len - self.n_unseen
         first = max(prefix_len - self.draft_window, self.n_unseen)
@@ -103,7 +103,11 @@ def spec_steps(
 def draft_block(
     draft: Draft, target: PreTrainedModel, anchor: torch.Tensor, context: ContextKV, sizes: tuple[int, int | None]
 ) -> torch.Tensor:
-    """Return the anchor (int64 [1]) and the draft's guesses after it, int64 [N]; `sizes`: N, and the window or None."""
+    """Return a block, int64 [N]: the anchor (int64 [1]) and the draft's guesses.
+
+    Args:
+        sizes: N, and the draft window or None.
+    """
     N, draft_window = sizes
     masks = anchor.new_full((N - 1,), draft.config.mask_token_id)
     embeddings_NH = target.get_input_embeddings()(torch.cat([anchor, masks])).to(draft.dtype)
@@ -124,7 +128,7 @@ def accepted_at(
     block_size: int | None = None,
     draft_window: int | None = None,
 ) -> list[int]:
-    """Return the number of drafts accepted with each token of the target's own answer as the anchor.
+    """Return, for each token of the target's own answer, the number of accepted drafts of a block anchored there.
 
     Near the end of the answer, only drafts up to its last token are compared.
     """
@@ -144,7 +148,7 @@ def hidden_of_blocks(
 ) -> torch.Tensor:
     """Return the draft's hidden states [A, N, H] for blocks that start at positions `at_A` of `text`, both int64.
 
-    Each block attends to the text before its anchor. `sizes`: N, and the window or None.
+    Each block attends to the text before its anchor. `sizes`: N, and the draft window or None.
     """
     N, draft_window = sizes
     features_1SC = TargetReader(target, draft.config.target_layer_ids).read(text[None]).features_1SC

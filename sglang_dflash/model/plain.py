@@ -42,7 +42,7 @@ def load(target: str, draft: str) -> Models:
 
 @torch.inference_mode()
 def plain_steps(target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[DecodedStep]:
-    """Yield one token per step: the baseline for `spec_steps`."""
+    """Generate with the target alone, one token per step: the baseline for `spec_steps`."""
     cache, unread = DynamicCache(config=target.config), input_ids
     for _ in range(options.max_new_tokens):
         logits_1SV = target(input_ids=unread, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

@@ -50,7 +50,7 @@ class DraftModel(Draft):
         """Load a DFlash checkpoint from a folder or the Hugging Face hub, without executing its code.
 
         Args:
-            dtype: of the parameters; None: the checkpoint's.
+            dtype: dtype of the parameters; None: the checkpoint's.
 
         Raises:
             ValueError: config or tensors are not a DFlash draft's.

@@ -1,4 +1,4 @@
-"""Rotary position embedding of the draft: whole heads, halves rotated against each other, angles in fp32."""
+"""Rotary position embedding of the draft. All E dimensions are rotated, paired across the halves of a head, in fp32."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class Rotation(NamedTuple):
 
 
 def rope_frequencies(config: Checkpoint) -> tuple[torch.Tensor, float]:
-    """Return the angle per position of each of the E/2 pairs (fp32), and the scale of cosine and sine (yarn only)."""
+    """Return the angle per position of each of E/2 pairs, fp32, and a factor for cosine and sine (not 1 for yarn)."""
     rope = tuple(sorted(config.rope_parameters.items()))
     return _rope_frequencies(config.head_dim, config.max_position_embeddings, rope)
 
@@ -31,7 +31,7 @@ def _rope_frequencies(
     if parameters["rope_type"] == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return parameters["rope_theta"] ** -exponents, 1.0
-    # Transformers defines the scaled types for its own configs.
+    # Transformers' functions for scaled rope types require one of its own configs.
     config = Qwen3Config(head_dim=head_dim, max_position_embeddings=max_position_embeddings, rope_parameters=parameters)
     return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
 

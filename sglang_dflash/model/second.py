@@ -1,4 +1,4 @@
-"""DFlash 2's additions to a draft: a convolution around every sublayer, and a selector of one path of candidates.
+"""DFlash 2's additions to a draft: a convolution around every sublayer, and a selector among candidate tokens.
 
 All slots of a block are filled at once, so their argmax tokens may belong to different continuations. Both additions
 make slots depend on each other. The convolution mixes each slot with earlier slots of its block. The selector keeps the
@@ -23,8 +23,8 @@ from sglang_dflash.draft.record import Checkpoint
 class BlockConv(nn.Module):
     """Depthwise convolution over the slots of a block, before and after a sublayer.
 
-    Both kernels depend on the sublayer's input: a fixed kernel per channel, plus the slot's own term per group of
-    channels.
+    Each kernel is the sum of a fixed kernel per channel and a term per group of channels, computed from the slot's
+    hidden state before the sublayer.
     """
 
     def __init__(self, config: Checkpoint) -> None:
@@ -32,7 +32,7 @@ class BlockConv(nn.Module):
         self.n_taps, self.group_size = config.conv_kernel_size, config.conv_group_size
         n_groups = config.hidden_size // config.conv_group_size
         base = torch.zeros(2, self.n_taps, config.hidden_size)  # before, after
-        base[:, 0] = 1  # identity until trained
+        base[:, 0] = 1  # an untrained convolution is the identity
         self.base_kernel = nn.Parameter(base)
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.n_taps * n_groups, bias=False)
 
@@ -82,7 +82,7 @@ class CandidateSelector(nn.Module):
         return tokens, self.unary(best)
 
     def unary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a token's own score, fp32: an increasing function of its logit."""
+        """Return a token's own score, fp32: its logit after multiplier and soft cap."""
         scaled = logits.float() * self.multiplier
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
@@ -98,7 +98,10 @@ class CandidateSelector(nn.Module):
         return (wanted[..., None, :] * self.successor_codebook[tokens]).sum(-1)
 
     def walk(self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor) -> torch.Tensor:
-        """Return the greedy path from the anchors, int64 [X, D]: at each slot the best candidate given the last one."""
+        """Return the greedy path from the anchors, int64 [X, D].
+
+        Each slot gets its best candidate, given the token chosen for the previous slot.
+        """
         tokens_XDK, unary_XDK = self.candidates(logits_XDV)
         path = [anchor_X]
         for d in range(hidden_XDH.shape[1]):

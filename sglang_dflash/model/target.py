@@ -1,10 +1,8 @@
 """Transformers causal LM as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
 
-Attention layers undo tokens by dropping their keys and values. A recurrent state (Gated DeltaNet) cannot be reduced,
-and `Cache.crop` leaves it unchanged. So recurrent states are copied before a block is read. After a rejection the copy
-is restored, and the kept tokens are read again.
-
-Independent of drafts, except for the layers whose outputs they use.
+Attention layers undo tokens by dropping their keys and values. No token can be removed from a recurrent state (Gated
+DeltaNet), and `Cache.crop` leaves it unchanged. So recurrent states are copied before a block is read. After a
+rejection the copies are restored, and the kept tokens are read again.
 """
 
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from sglang_dflash.draft.record import Checkpoint
 class Reading(NamedTuple):
     """Features of S tokens, and logits after each token or after the last one."""
 
-    logits_1SV: torch.Tensor  # S = 1 for the last token only
+    logits_1SV: torch.Tensor  # here S = 1 if only the last token's logits were computed
     features_1SC: torch.Tensor
 
 
@@ -50,7 +48,7 @@ def check_pair(draft: Checkpoint, target: PreTrainedModel) -> None:
 
 
 class TargetReader:
-    """One sequence in a target's cache: reads tokens, then keeps the first of them."""
+    """Reader of one sequence with the target's cache. It can undo the last tokens of a block."""
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         """Create the cache.
@@ -81,7 +79,7 @@ class TargetReader:
         return reading
 
     def read_block(self, ids_1N: torch.Tensor) -> tuple[Reading, Undo]:
-        """Read a block; `keep` must follow, with the returned `Undo`."""
+        """Read a block, and return the logits after each token. The caller must then call `keep` with the `Undo`."""
         undo = Undo(ids_1N, [state.clone() for state in self._states()])
         return self._forward(ids_1N, n_logits=ids_1N.shape[1]), undo
 
@@ -96,7 +94,7 @@ class TargetReader:
         self.read(undo.ids_1N[:, :n])
 
     def _states(self) -> list[torch.Tensor]:
-        """Return the states of the recurrent layers in a fixed order: convolution windows, then states."""
+        """Return the tensors of the recurrent layers in a fixed order, per layer: convolution windows, then states."""
         kinds = (kind for layer in self.recurrent for kind in (layer.conv_states, layer.recurrent_states))
         return [state for kind in kinds for state in kind.values() if state is not None]
 
@@ -111,7 +109,7 @@ class TargetReader:
         return Reading(out.logits, target_features(out.hidden_states, self.layer_ids))
 
     def _cut(self, n: int) -> None:
-        """Drop the last `n` keys and values; even with 0, sliding layers drop those outside their window."""
+        """Drop keys and values of the last `n` tokens. Sliding layers also drop tokens outside their window."""
         for layer in self.attending:
             layer.crop(-n)
 

@@ -8,7 +8,7 @@ from sglang_dflash.cli import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the checkpoint if it is missing, and print its folder. Exit status 1: it is not available."""
+    """Write the checkpoint if it is missing, and print its folder. Exit status 1: the model is not available."""
     parser = Parser(
         prog="sglang-dflash models",
         description="Write the model of a public package as a checkpoint, and print its folder.",

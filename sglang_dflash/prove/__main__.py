@@ -1,7 +1,7 @@
-"""Prove on this machine what the documents say: `sglang-dflash prove --help`.
+"""Command line that checks the documented claims on this machine: `sglang-dflash prove --help`.
 
-A line is printed after each check, then the table, and the path of the JSON document. Exit status: 0 if nothing failed,
-1 if something did, 2 if nothing could be tried.
+A line is printed after each check, then the table, and the path of the JSON document. Exit status: 0 if no check
+failed, 1 if a check failed, 2 if no check could be run.
 """
 
 import argparse
@@ -34,7 +34,7 @@ PYTEST = [
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options; those for pytest are in `more`."""
+    """Return the options. Options for pytest are in `more`."""
     parser = Parser(
         prog="sglang-dflash prove",
         usage="%(prog)s [options] [pytest's options]",

@@ -1,11 +1,12 @@
 """Comparison of two sampling distributions by counting, with a fixed bound.
 
 A draw is the first tokens of one answer. Two sets of draws are compared in several views: the token at each position,
-and the first two tokens together. In each view the shares of every outcome must agree within `BOUND` standard errors.
-Outcomes seen fewer than `RARE` times share one cell, because their standard error is unreliable.
+and the first two tokens together. A cell is one outcome of a view with its counts in both sets. The shares of a cell
+in both sets must agree within `BOUND` standard errors. Outcomes seen fewer than `RARE` times share one cell, because
+their standard error is unreliable.
 
 With n draws in each set, a shift of `detectable(p, n)` in an outcome of probability p is found with probability 0.84.
-A cell of two equal samplers exceeds the bound with probability below 1e-6.
+If both sets come from one distribution, a cell exceeds the bound with probability below 1e-6.
 """
 
 import math
@@ -18,8 +19,8 @@ Draw = tuple[int, ...]  # token ids; shorter if the answer ended
 Outcome = tuple[int, ...]
 
 BOUND = 5.0  # standard errors
-RARE = 20  # draws, in both sets together
-N_POSITIONS = 4  # tokens of a draw
+RARE = 20  # least number of draws of a cell's own outcome, in both sets together
+N_POSITIONS = 4  # number of tokens of a draw
 ENDED = -1  # the token of a position after the answer's end
 REST: Outcome = (-2,)  # the cell of all rare outcomes
 
@@ -29,7 +30,7 @@ class Cell(NamedTuple):
 
     view: str
     outcome: Outcome
-    n_a: int  # number among `of_a` draws
+    n_a: int  # number of draws with this outcome, among `of_a` draws
     of_a: int
     n_b: int
     of_b: int
@@ -69,7 +70,7 @@ def views() -> Iterator[tuple[str, Callable[[Draw], Outcome]]]:
 
 
 def cells(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:
-    """Return every cell of every view; within a view each draw is in exactly one."""
+    """Return every cell of every view. Within a view each draw is counted in exactly one cell."""
     found = []
     for view, outcome_of in views():
         counts_a, counts_b = Counter(map(outcome_of, a)), Counter(map(outcome_of, b))
@@ -83,6 +84,6 @@ def cells(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:
 
 
 def violations(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:
-    """Return the cells further apart than `BOUND` standard errors, the furthest first."""
+    """Return the cells whose shares differ by more than `BOUND` standard errors, the largest difference first."""
     apart = [cell for cell in cells(a, b) if cell.n_errors > BOUND]
     return sorted(apart, key=lambda cell: -cell.n_errors)

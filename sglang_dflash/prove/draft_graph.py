@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from sglang_dflash.prove.plugin import Finding, Found, check
 
 BATCHES, N_ROUNDS = (1, 8, 32), 20
-MOST_OF_ONE = 2.0  # bound of the time for 8 requests over that for 1; about 4 if each reads the head of 2.5 GB
+MOST_OF_ONE = 2.0  # bound of (time for 8 requests) / (time for 1); about 4 if each request reads the head of 2.5 GB
 
 
 class Shapes(NamedTuple):
@@ -33,7 +33,7 @@ class Shapes(NamedTuple):
 
     @property
     def weights(self) -> list[tuple[int, int]]:
-        """Return (outputs, inputs) of each weight: qkv, o, gate and up, and down of each layer, then the head."""
+        """Return (outputs, inputs) of each matrix: qkv, o, gate_up and down of each layer, then the head."""
         H, wide, inner = self.hidden, self.heads * self.head_dim, self.intermediate
         layer = [(wide + 2 * self.kv_heads * self.head_dim, H), (H, wide), (2 * inner, H), (H, inner)]
         return [*layer * self.n_layers, (self.n_vocab, H)]
@@ -71,7 +71,7 @@ def normed(x_TH: torch.Tensor) -> torch.Tensor:
 @check("draft graph", "a captured draft forward reads the target's head once for all requests", 2, short=True, gpu=True,
        expected="H200: 1.4 / 1.5 / 4.5 ms; with a head read per request 1.4 / 5.7 / 22")  # fmt: skip
 def check_draft_graph(found: Found) -> None:
-    """Compare median times of the forward by batch size; each round runs all sizes."""
+    """Compare the forward's median times at 1 and 8 requests. Each round runs every batch size once."""
     shapes = Shapes()
     weights = make(shapes, "cuda", torch.bfloat16)
     graphs = [captured(forward(weights, n_requests, shapes.block)) for n_requests in BATCHES]

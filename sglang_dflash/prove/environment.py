@@ -1,4 +1,4 @@
-"""Check of the installation: versions, entry points, hooks, SGLang's names, and a product on the GPU."""
+"""Check of the installation: versions, entry points, hooks, used names of SGLang, and a matrix product on the GPU."""
 
 import importlib
 import importlib.util
@@ -19,7 +19,7 @@ VERSIONED = ("sglang", "torch", "triton", "transformers", "sglang_dflash")
 def check_environment(place: Place, found: Found) -> None:
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
     assert not missing, f"not importable: {', '.join(missing)}; put them on PYTHONPATH"
-    # From the modules, because metadata of unpacked packages may be missing or of another version.
+    # Versions are read from the modules, because metadata of unpacked packages may be missing or of another version.
     versions = {name: importlib.import_module(name).__version__ for name in VERSIONED}
     if place.gpu is not None:
         a = torch.randint(-8, 8, (64, 64), device="cuda").float()

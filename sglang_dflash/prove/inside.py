@@ -1,4 +1,7 @@
-"""Checks of servers with the probe: records from the scheduler's process, and answers against plain torch's."""
+"""Checks of servers with the probe, which records in the scheduler's process, and of their answers.
+
+A watched server is one whose worker the probe records. Its answers are compared with those of plain torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,14 +21,14 @@ from sglang_dflash.prove.served import Draw, Reference, Watched
 from sglang_dflash.tiny.workloads import answered_conversations, held_out
 
 STEPS_WITHIN = 0.1  # relative tolerance of the acceptance length on a GPU, because rounding differs
-BYTES_WITHIN = 0.02  # relative tolerance of pool sizes, for a page of padding and alignment
+BYTES_WITHIN = 0.02  # relative tolerance of pool sizes, because of alignment and a page of padding
 FP32 = 4  # bytes
-SIZE = ("requests", "width")  # keys of a step's size
+SIZE = ("requests", "width")  # keys in a probe's row: batch size and verify width
 STAGES = {"step", "plan", "draft", "copy", "verify", "choose", "accept", "commit", "append"}
 
 
 class Setting(NamedTuple):
-    """Environment of a watched server, which determines how it drafts and verifies, and its prompts."""
+    """Environment of a watched server, which determines how the server drafts and verifies, and the prompts."""
 
     title: str
     where: str
@@ -33,7 +36,8 @@ class Setting(NamedTuple):
     draw: Draw = held_out
 
 
-WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}  # the way plain torch drafts and verifies
+# With this environment a server drafts and verifies the same tokens as plain torch.
+WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
 WITH_COPIES = WHOLE_BLOCKS | {"SGLANG_DFLASH_COPY": "on"}
 SETTINGS = {
     "whole_blocks": Setting("", "", WHOLE_BLOCKS),
@@ -43,7 +47,7 @@ SETTINGS = {
 
 
 def watching(name: str, proves: str, **minutes: float) -> pytest.MarkDecorator:
-    """Mark a check that runs with several settings; `minutes`: its time limit by setting."""
+    """Mark a check that runs with several settings; `minutes`: time limit for each key of `SETTINGS`."""
     params = []
     for key, limit in minutes.items():
         title, where, *_ = SETTINGS[key]
@@ -169,7 +173,7 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
 
 
 def counted_tokens(gpu: Gpu, place: Place, watched: Watched) -> int:
-    """Return the tokens of K and V that the capacity report computes for an empty card."""
+    """Return the number of tokens of K and V that the capacity report computes for an empty card."""
     info, dflash = watched.info, watched.dflash
     target, draft = geometry.read_target(str(place.pair.target)), geometry.read_draft(str(place.pair.draft))
     context = info.get("context_length") or target.context_length

@@ -53,14 +53,14 @@ class Gpu(NamedTuple):
 class Place:
     """Machine of a run, and the pair served on it."""
 
-    gpu: Gpu | None  # None: one is emulated
+    gpu: Gpu | None  # None: a GPU is emulated
     device: str  # architecture of the real or emulated GPU, such as "sm90"
     pair: Pair
-    is_own: bool  # the user's pair instead of the tiny one
+    is_own: bool  # the pair is the user's, not the tiny pair
     server_flags: tuple[str, ...]  # appended to the flags of every server
     short: bool
     folder: Path  # for logs
-    port: int  # first one to try
+    port: int  # first port to try
 
     @property
     def level(self) -> str:
@@ -76,13 +76,13 @@ class Place:
         return ATTENTION.get(self.device, ("triton",))
 
     def page_sizes(self, attention: str) -> list[int]:
-        """Return those of `PAGE_SIZES` that the backend supports."""
+        """Return the sizes in `PAGE_SIZES` that the backend supports."""
         pages = BACKENDS[attention].pages
         return [size for size in PAGE_SIZES if not pages or size in pages]
 
     @property
     def side_by_side(self) -> bool:
-        """Return whether servers may run at the same time. On a GPU each one takes all free memory."""
+        """Return whether servers may run at the same time. On a GPU each server takes all free memory."""
         return self.gpu is None and not self.is_own
 
     def exact(self, attention: str) -> bool:
@@ -91,7 +91,7 @@ class Place:
 
     @property
     def env_of_checks(self) -> dict[str, str]:
-        """Return the environment of processes that run checks. Triton reads its variable at import."""
+        """Return the environment of processes that run checks. Triton reads TRITON_INTERPRET at import."""
         return OFFLINE if self.gpu else OFFLINE | {"TRITON_INTERPRET": "1"}
 
     def flags(self, attention: str, page_size: int | None = None) -> list[str]:
@@ -112,7 +112,7 @@ class Place:
 
 
 def place_of(options: argparse.Namespace) -> Place:
-    """Return the place for a command line, without using the GPU in this process.
+    """Return the machine and the pair for a command line, without using the GPU in this process.
 
     Raises:
         ValueError: there is neither a GPU nor its emulation, or only one model of a pair is given.

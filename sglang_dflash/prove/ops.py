@@ -1,4 +1,4 @@
-"""Checks of single kernels of `sglang_dflash_kernels`: agreement with their definitions, and bandwidth.
+"""Checks of single kernels of `sglang_dflash_kernels`: agreement with their torch definitions, and bandwidth.
 
 In the GPU emulation kernels run in Triton's interpreter, at small sizes.
 """
@@ -13,7 +13,7 @@ from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.plugin import Finding, Found, check
 
 N_ROUNDS, N_ROUNDS_SHORT = 100, 20
-N_SHOWN = 3  # most failed cases in the finding's text
+N_SHOWN = 3  # number of failed cases that the finding's text names at most
 BUSY, ALONE = "B=8 N=16", "B=1 N=16"  # shapes in the finding's text
 # Bandwidths of the data sheets, bytes per us; a copy reaches about nine tenths.
 PUBLISHED = {"H200": 4.8e6, "H100": 3.35e6, "B200": 8.0e6}
@@ -43,7 +43,7 @@ def check_kernels(place: Place, cases: list[Case], found: Found) -> None:
 @check("bandwidth", "time of each kernel, and its share of the bandwidth", 3, short=True, gpu=True,
        expected="H200: copy_draft alone 6 us at 32k tokens (predicted; bound 40)")  # fmt: skip
 def check_bandwidth(place: Place, cases: list[Case], found: Found) -> None:
-    """Time each case in the same rounds as a copy, including kernels that fail the check `kernels`."""
+    """Time each case. Each round also times a plain copy. Kernels that fail the check `kernels` are timed too."""
     assert place.gpu is not None
     bytes_per_us, rows = timed(cases, N_ROUNDS_SHORT if place.short else N_ROUNDS)
     published = next((rate for name, rate in PUBLISHED.items() if name in place.gpu.name), None)

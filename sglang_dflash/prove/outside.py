@@ -1,4 +1,4 @@
-"""Checks by a client of servers without speculation, with SGLang's DFLASH and with this plugin."""
+"""Checks of servers through HTTP only: without speculation, with SGLang's DFLASH worker and with this plugin's."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from sglang_dflash.tiny.pairs import ARMS, Arm
 
 TEMPERATURE = 2.0  # at 1 the tiny pair is nearly certain of most tokens
 N_DRAWS, N_DRAWS_EMULATED, DRAWN_AT_ONCE = 1200, 400, 8
-N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5  # tokens of an answer; measured rounds
-ONE_TOKEN_WITHIN = 1.1  # bound of the time per token at width 1 over that without speculation
+N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5  # tokens of an answer; number of measured answers after the first
+ONE_TOKEN_WITHIN = 1.1  # bound of (time per token at width 1) / (time per token without speculation)
 SPEED_AT, SPEED_AT_EMULATED = (1, 8, 16, 32), (1, 4)  # concurrencies
 
 Answers = Mapping[int, list[list[int]]]  # token ids by concurrency
@@ -76,7 +76,7 @@ def check_one_token(place: Place, found: Found) -> None:
     """Compare median times of one request, with a width of 1 and without speculation."""
     asked, ms = served.prompts(place)[:1], dict[Arm, float]()
     env = {"SGLANG_DFLASH_WIDTHS": "1", "SGLANG_DFLASH_COPY": "off"}
-    for arm in (Arm.OFF, Arm.PLUGIN):  # on a GPU each takes all free memory
+    for arm in (Arm.OFF, Arm.PLUGIN):  # one after the other, because on a GPU each server takes all free memory
         with served.serving(place, [arm], place.backends[0], env=env) as servers:
             ms[arm] = median(token_ms(servers[arm], asked) for _ in range(1 + N_ONE_TOKEN_ROUNDS))
     found(judge_one_token(ms[Arm.OFF], ms[Arm.PLUGIN]))

@@ -1,4 +1,4 @@
-"""Pytest hooks of processes that run checks: facts of a check, its time limit, and its finding."""
+"""Pytest hooks of processes that run checks: description (`Check`), time limit and result (`Finding`) of a check."""
 
 import faulthandler
 import json
@@ -14,15 +14,15 @@ import pytest
 from sglang_dflash.prove.machine import Place
 
 LEAST_S = 20.0  # seconds; no check starts with less time left
-GRACE_S = 5.0  # seconds for pytest-timeout, which needs the interpreter while native code may hold it
+GRACE_S = 5.0  # seconds for pytest-timeout to end a check; if native code holds the interpreter, faulthandler ends it
 
 
 class Check(NamedTuple):
-    """Facts of a check, as in the table."""
+    """Description of a check, as the table shows it."""
 
     name: str
     proves: str  # sentence without its full stop
-    minutes: float  # limit, including the start of a server
+    minutes: float  # time limit, including the start of a server
     short: bool = False  # part of the short form
     gpu: bool = False  # needs a GPU
     expected: str = ""  # values for comparison with the measured ones
@@ -61,7 +61,7 @@ def facts_of(item: pytest.Item) -> Check:
 
 
 def server_of(nodeid: str) -> str:
-    """Return an id of the server that a check shares with others; "" for checks without parameters."""
+    """Return an id of the server that checks of one file with equal parameters share; "" without parameters."""
     file, _, function = nodeid.partition("::")
     return file + function[function.index("[") :] if "[" in function else ""
 
@@ -96,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the checks of the short form first, and remove those that were not selected."""
+    """Put the checks of the short form first, and remove checks that were not selected."""
     run = config.stash[RUN]
     kept = [item for item in items if facts_of(item).short or not run.place.short]
     if unknown := set(run.only) - {facts_of(item).name for item in kept}:
@@ -107,10 +107,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Set a check's time limit, and run each file in a new process, which frees GPU memory and confines errors."""
+    """Set a check's time limit, and run each file in a new process.
+
+    The end of a process frees its GPU memory, and its errors do not affect other files.
+    """
     config, facts = item.config, facts_of(item)
     if "workerinput" in vars(config) and config.stash.setdefault(FILE, item.path) != item.path:
-        os._exit(0)  # a new worker takes over
+        os._exit(0)  # xdist starts a new process for the next file
     print(f"-- {facts.name}", flush=True)
     limit_s = max(config.stash[RUN].limit_s(facts, time.time()), 1)
     item.add_marker(pytest.mark.timeout(limit_s, method="thread"))

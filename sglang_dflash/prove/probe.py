@@ -3,7 +3,7 @@
 At launch the probe runs dummy steps at every width, for every captured batch size and for one less, which needs
 padding. Then it records every served step. `GET /server_info` returns the record under `dflash.probe`:
 
-    steps     drafts that changed while the target ran, and non-finite values in logits and features
+    steps     numbers of drafts that changed while the target ran, and of non-finite values in logits and features
     stages    milliseconds of each stage, on the host and between two events on the device
     bytes     sizes of the pools
 """
@@ -31,7 +31,7 @@ from sglang_dflash.stages.stages import Stages, with_methods
 from sglang_dflash.step import Plan, Target
 from sglang_dflash.worker import DFlashWorker, Publish
 
-KEPT = 512  # most times kept per stage and size
+KEPT = 512  # number of latest times kept per stage and size
 PADDING_SLOT = 0  # slot of the KV pools that padded rows write to
 
 Size = tuple[int, int]  # requests, width
@@ -41,11 +41,11 @@ Size = tuple[int, int]  # requests, width
 class Seen:
     """Record of the steps at one size."""
 
-    steps: int = 0
-    served: int = 0  # steps of real requests, among `steps`
-    padded: int = 0  # padded rows, in all steps
-    # int64 [3] on the device: drafts that changed during the target's replay, and non-finite values in padded rows and
-    # in requests' rows.
+    steps: int = 0  # number of steps
+    served: int = 0  # number of steps with real requests, among `steps`
+    padded: int = 0  # number of padded rows in all steps
+    # int64 [3] on the device: number of drafts that changed during the target's replay, of non-finite values in padded
+    # rows, and of non-finite values in requests' rows.
     counts: Any = 0
 
     def describe(self) -> dict[str, int]:
@@ -93,7 +93,7 @@ class Probe:
     # -- dummy steps -----------------------------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
-        """Return the captured batch sizes of the draft, and each of them less one."""
+        """Return the captured batch sizes n of the draft, and every n - 1, which needs padding."""
         graphs = self.draft.decode_cuda_graph_runner
         if not isinstance(graphs, DecodeCudaGraphRunner):
             return []
@@ -185,7 +185,7 @@ class Probe:
         }
 
     def bytes(self) -> dict[str, Any]:
-        """Return this rank's pool sizes and free memory, in bytes, tokens, requests and rows by name."""
+        """Return this rank's pool sizes and free memory. A key's name gives the unit; without one the unit is bytes."""
         sizes = {
             "target_tokens": int(self.target.max_total_num_tokens),
             "target_kv": kv_bytes(self.target),
@@ -226,7 +226,7 @@ def padding_slot(runner: ModelRunner) -> int:
 
 
 class StageClock:
-    """Host and device times of stages, by stage and size; without a `device` only host times."""
+    """Clock for host and device times by stage and size. If `device` is None it takes host times only."""
 
     def __init__(self, device: str | None) -> None:
         self.events = DeviceClock(device) if device else None
@@ -235,7 +235,7 @@ class StageClock:
         self.marks = defaultdict[tuple[str, Size], deque[tuple[Any, Any]]](lambda: deque(maxlen=KEPT))
 
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
-        """Wrap `run` to record its times as those of `stage`."""
+        """Wrap `run` so that its times are recorded under `stage`."""
 
         def run_timed(*args: P.args, **others: P.kwargs) -> R:
             marked = self.events.mark() if self.events else None

@@ -35,7 +35,7 @@ def end_children() -> None:
 
 
 class InOrder(LoadScheduling):
-    """Scheduler that runs checks in order. If a process ends between two checks, no check fails."""
+    """xdist scheduler that runs checks in order. If a process ends between two checks, no check counts as crashed."""
 
     started: Mapping[str, float] = {}
 
@@ -50,9 +50,10 @@ class Collector:
     """Collector of results from pytest's reports.
 
     Attributes:
-        checks, rows: facts and results by pytest's node id, in the order of the run.
-        started: Unix time by node id.
-        hung: names of checks that timed out, by the id of the server that they share with others.
+        checks, rows: descriptions and results by pytest's node id, in the order of the run.
+        started: start of each check by node id, as Unix time.
+        hung: name of the check that timed out, by the id of its server (`server_of`). Other checks of this server are
+            skipped.
     """
 
     def __init__(self, run: Run) -> None:
@@ -79,7 +80,7 @@ class Collector:
         node.workerinput["run"] = pickle.dumps((self.run, self.hung))
 
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Producer) -> LoadScheduling:
-        config.pluginmanager.unregister(name="terminaldistreporter")  # it reports every worker that ends
+        config.pluginmanager.unregister(name="terminaldistreporter")  # this would print a line for every ended worker
         scheduler = InOrder(config, log)
         scheduler.started = self.started
         return scheduler
@@ -108,7 +109,7 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str]:
-        """Return the category for pytest's counts, but no letter to print."""
+        """Return the category for pytest's counts, and empty texts, so that pytest prints no letter per check."""
         return report.outcome if report.when == "call" or not report.passed else "", "", ""
 
     def document(self, command: str, *, ok: bool) -> dict[str, Any]:

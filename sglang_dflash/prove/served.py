@@ -1,4 +1,4 @@
-"""Servers of a place, their answers to prompts, and plain torch's answers."""
+"""Servers on the machine and pair of a run (`Place`), their answers to prompts, and plain torch's answers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ from sglang_dflash.tiny.workloads import held_out
 N_PROMPTS, N_PROMPTS_SHORT = 12, 4
 NEW_TOKENS, NEW_TOKENS_SHORT = 96, 48
 CONCURRENCIES = (1, 3, 8)  # 3 is padded to a captured batch of four
-START_S = 900.0  # seconds, for a model of 27B from disk and its graphs
-TOP = 50  # log-probabilities per position
+START_S = 900.0  # seconds until a server is ready: a 27B model is read from disk, and graphs are captured
+TOP = 50  # number of log-probabilities per position
 
-Draw = Callable[[int], Sequence[Any]]  # from a number to as many conversations
+Draw = Callable[[int], Sequence[Any]]  # returns the given number of conversations
 
 
 def prompts(place: Place, draw: Draw = held_out) -> list[list[int]]:
@@ -50,10 +50,10 @@ def serving(
     page_size: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[dict[Arm, Server]]:
-    """Run servers of these arms at the same time; `env`: further variables of the plugin's server.
+    """Run one server per arm, all at the same time; `env`: further variables of the plugin's server.
 
     Raises:
-        ServerError: a server does not start, or has another worker than its arm's.
+        ServerError: a server does not start, or runs another worker than its arm requires.
     """
     flags, servers, port = place.flags(attention, page_size), dict[Arm, Server](), place.port
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def serving(
             )
             stack.callback(servers[arm].stop)
             servers[arm].start()
-            port += 1  # a server listens only seconds after its start
+            port += 1  # the started server does not listen yet, so its port still looks free
         for arm, server in servers.items():
             server.wait_ready(START_S)
             tiny.require_worker(arm, server)
@@ -81,12 +81,12 @@ def ask(server: Server, asked: Sequence[Sequence[int]], *, concurrency: int, n_n
 
 
 def ask_at_each(server: Server, asked: Sequence[Sequence[int]], n_new: int) -> dict[int, list[Generation]]:
-    """Return the answers by concurrency."""
+    """Return the answers at each of `CONCURRENCIES`."""
     return {c: ask(server, asked, concurrency=c, n_new=n_new) for c in CONCURRENCIES}
 
 
 class Watched(NamedTuple):
-    """Answers and records of a server with this plugin and its probe."""
+    """Answers of a server with this plugin and its probe, and the probe's records."""
 
     prompts: list[list[int]]
     answers: dict[int, list[Generation]]  # by concurrency
@@ -104,11 +104,11 @@ def watch(place: Place, env: Mapping[str, str], draw: Draw = held_out) -> Watche
 
 
 class Reference(NamedTuple):
-    """Greedy answers, and a function to the log-probabilities from which they were chosen."""
+    """Greedy answers, and a function that returns the log-probabilities after a context."""
 
     answers: list[list[int]]
     likeliest: Likeliest
-    histograms: Sequence[Mapping[int, int]] = ()  # by answer: decode steps that accepted 0, 1, 2, ... drafts
+    histograms: Sequence[Mapping[int, int]] = ()  # per answer: number of accepted drafts -> number of decode steps
 
 
 def by_plain_torch(place: Place, prompts: Sequence[Sequence[int]], *, copies: bool) -> Reference:
@@ -142,12 +142,12 @@ def likeliest_of(server: Server) -> Likeliest:
 
 
 def histogram(answer: Generation) -> dict[int, int]:
-    """Return the number of an answer's decode steps by accepted drafts."""
+    """Return how many of an answer's decode steps accepted 0, 1, 2, ... drafts."""
     return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
 
 
 def acceptance_length(histograms: Sequence[Mapping[int, int]]) -> float:
-    """Return the mean tokens per step, including the bonus."""
+    """Return the mean number of tokens per step, the bonus included."""
     total = sum((Counter(one) for one in histograms), Counter())
     return Steps(total.total(), sum(n * count for n, count in total.items())).committed_per_step
 
@@ -162,9 +162,9 @@ def near_tie(place: Place, attention: str) -> float:
 class Agreement(NamedTuple):
     """Result of a comparison of answers."""
 
-    equal: int  # answers, among `of`
+    equal: int  # number of equal answers, among `of` answers
     of: int
-    apart: list[str]  # first differences
+    apart: list[str]  # first difference of each unequal answer
     beyond_a_tie: list[str]  # differences in `apart` that rounding does not explain
 
 

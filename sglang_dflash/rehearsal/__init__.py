@@ -8,14 +8,14 @@ but slow.
     pool         memory of captured graphs, with the rules of CUDA's caching allocator
     graph        capture and replay; tape: the recorder
     host         marks of host tensors, and checks of the host's reads
-    streams      order between streams; watch: accesses to memory (`,streams`)
+    streams      order between streams; watch: checks that accesses to memory are ordered (`,streams`)
     branches     streams inside a captured forward
-    overlap      places where SGLang orders streams only on CUDA
-    exchange     counts of the elements that ranks exchange in a step
+    overlap      replacements where SGLang orders streams only on CUDA
+    exchange     number of elements that ranks exchange in a step
     attention    definition of paged attention, and FlashAttention's entry points
     flashinfer   FlashInfer's compiled modules, for its own Python; trtllm: the kernels of its TensorRT-LLM part
     capability   the GPU that SGLang's attention and FlashInfer see
-    seams        places where SGLang names CUDA although another platform runs
+    seams        replacements where SGLang names CUDA although another platform runs
     models       layers of single families of targets; qwen: Qwen3.5 and Qwen3-Next as on CUDA
     platform     SGLang's platform interface
 

@@ -1,11 +1,11 @@
 """Reference for the GPU's paged attention kernels in plain torch, one request at a time.
 
 `attend` is the definition. This module has FlashAttention's two entry points as SGLang calls them. `flashinfer.py` and
-`trtllm.py` have those of the other libraries. Entry points check the kernels' requirements on metadata, and fill rows
-of no request with NaN.
+`trtllm.py` have the entry points of FlashInfer and TensorRT-LLM. Entry points check the kernels' requirements on
+metadata, and fill rows that belong to no request with NaN.
 
-Dimension key: B requests, T packed queries, A query heads, G KV heads, E head width of q and k, F of v, N queries and L
-keys of a request, P pages of a request's row.
+Dimension key: B requests, T packed queries, A query heads, G KV heads, E head width of q and k, F head width of v, N
+queries and L keys of a request, P columns of the page table.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 
 class Mask(NamedTuple):
-    """Keys that each query attends to; a request's queries are the last of its keys."""
+    """Rule for the keys that each query attends to. A request's queries have the positions of its last keys."""
 
     causal: bool
-    left: int = -1  # most keys to the left of the query; -1: all
-    right: int = -1  # most keys to the right of the query; -1: all
+    left: int = -1  # number of keys visible before the query's position; -1: all
+    right: int = -1  # number of keys visible after the query's position; -1: all
 
     def allowed(self, n_queries: int, n_keys: int) -> torch.Tensor:
         """Return the mask, bool [N, L]."""
@@ -37,8 +37,8 @@ class Score(NamedTuple):
     """Parameters of attention scores."""
 
     scale: float
-    softcap: float = 0.0  # 0: none
-    sinks_A: torch.Tensor | None = None  # a logit per head in the softmax's denominator, without a value
+    softcap: float = 0.0  # 0: no soft cap
+    sinks_A: torch.Tensor | None = None  # logit per head that adds to the softmax's denominator only
 
 
 def attend(
@@ -82,13 +82,13 @@ class Paged(NamedTuple):
 
     page_table_BP: torch.Tensor
     n_keys_B: torch.Tensor
-    first_query_B1: torch.Tensor  # [B + 1], starts of the requests' queries, and the end of the last
+    first_query_B1: torch.Tensor  # [B + 1], index of each request's first query, and the number of all queries
     max_queries: int
 
     def run(
         self, q_TAE: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, mask: Mask, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs [T, A, F] and log-sum-exps [T, A]; rows of no request are NaN.
+        """Return outputs [T, A, F] and log-sum-exps [T, A]. Rows that belong to no request are NaN.
 
         The caches are [pages, page size, G, E] and [pages, page size, G, F].
         """

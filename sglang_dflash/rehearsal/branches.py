@@ -1,9 +1,10 @@
 """Streams inside a captured forward, with the rules of CUDA's capture (`,streams`).
 
-A capture begins on one stream. Another stream takes part once it has waited for a stream that takes part, and the first
-stream must wait for it before the capture ends. Such waits must order launches of two streams on the same memory,
-because a replay keeps no other order. Blocks of the graphs' pool belong to one stream. So a freed block goes only to a
-launch of its own stream, which must come after the last use by every other stream.
+A capture begins on one stream, the origin. Another stream takes part in the capture once it has waited for a stream
+that takes part. The origin must wait for every other stream before the capture ends. If two streams use the same
+memory, such waits must order their launches, because a replay keeps no other order. A block of the graphs' pool belongs
+to one stream. So a freed block is reused only by a launch of this stream, which must come after the last use of the
+block by every other stream.
 
 A replay is one launch on one stream, so the order inside a graph is checked only at capture.
 """
@@ -28,9 +29,9 @@ from sglang_dflash.rehearsal.tape import tensors as leaves
 
 logger = logging.getLogger(__name__)
 
-Span = tuple[int, int]  # first address of a tensor's memory, and the one after its last
+Span = tuple[int, int]  # first address of a tensor's memory, and the address after its last
 
-_used: set[str] = set()  # names of the other streams that captured forwards have used
+_used: set[str] = set()  # names of the streams, other than the origin, that captured forwards have used
 
 
 class BranchedTape(Tape):
@@ -113,7 +114,7 @@ class BranchedTape(Tape):
         return stream is self.origin or stream.clock.get(self.origin, 0) >= self.began
 
     def memories(self, tensor: torch.Tensor) -> list[Memory]:
-        """Return the records of all memory that overlaps with this tensor's."""
+        """Return the records of all memory that overlaps with the tensor's memory."""
         if host.is_marked(tensor):
             return []
         if not self.pool.owns(tensor):
@@ -123,20 +124,20 @@ class BranchedTape(Tape):
         return [self.pool_memory[other] for other in overlapping(self.pool_memory, where)]
 
     def end(self) -> None:
-        """Check that the captured stream has waited for all others, or raise CaptureError."""
+        """Check that the origin has waited for all other streams, or raise CaptureError."""
         for stream, last in self.last.items():
             if not last.before(self.origin):
                 raise capture_error(f"the end of the capture before it has waited for {stream.name} ({last})")
 
 
 class Touched(TorchDispatchMode):
-    """Reads and writes of one launch, in memory that existed before it."""
+    """Recorder of a launch's reads and writes in memory that existed before the launch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read: Tensors = []
         self.written: Tensors = []
-        self.made: set[int] = set()  # storages
+        self.made: set[int] = set()  # storages of tensors that the launch has created
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -161,12 +162,12 @@ class Touched(TorchDispatchMode):
 
 
 def operands_of(run: Callable[..., Any], args: tuple, kwargs: dict, touched: Touched) -> tuple[str, Tensors, Tensors]:
-    """Return a launch's name, the tensors that it reads and those that it writes."""
+    """Return a launch's name, the tensors that it reads, and the tensors that it writes."""
     if isinstance(run, torch._ops.OpOverload):
         name = run._schema.name
         written, read = operands(run, args, kwargs)
         return name, [] if any(part in name for part in watch.READS_NOTHING) else read, written
-    if isinstance(run, functools.partial):  # between ranks: its schema omits what it writes
+    if isinstance(run, functools.partial):  # `run_collective`; the operation's schema omits the tensors that it writes
         return "a collective operation", [], [tensor for tensor in leaves((args, kwargs)) if tensor.numel()]
     return run.__qualname__, touched.read, touched.written
 

@@ -1,6 +1,7 @@
 """Properties of the emulated GPU for SGLang's attention code; other code sees the real device.
 
-SGLang reads them while arguments are resolved (`at_launch`) and while an attention backend is created (`answering`).
+SGLang reads these properties while arguments are resolved (`at_launch`) and while an attention backend is created
+(`answering`).
 For FlashInfer's own queries see `flashinfer_seams.install`.
 """
 
@@ -19,7 +20,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Gpu(NamedTuple):
-    """Emulated GPU, the largest of its compute capability."""
+    """Emulated GPU, the largest model of its compute capability."""
 
     capability: tuple[int, int]
     n_processors: int
@@ -36,7 +37,7 @@ def rehearsed() -> Gpu:
 
 
 def facts() -> dict[str, Any]:
-    """Return SGLang's platform flags for the emulated GPU, limited to those that attention code reads."""
+    """Return the platform flags that SGLang's attention code reads, with their values for the emulated GPU."""
     gpu = rehearsed()
     major, minor = gpu.capability
     return {
@@ -53,7 +54,7 @@ def facts() -> dict[str, Any]:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Apply the flags inside the context, and replace functions that query the GPU directly."""
+    """Inside the context apply the flags of `facts`, and replace functions that query the GPU directly."""
     from sglang.srt.runtime_context import override_platform
 
     answers = facts()

@@ -1,7 +1,8 @@
 """Cost rules of captured forwards: no weight is read twice, and launches stay within a budget.
 
-An expanded dimension counts as a read per repetition, because a GPU's batched product reads a weight again for every
-batch. Look-ups read only some rows and do not count, so an embedding that is also the head counts as the head.
+An expanded dimension counts as one read per repetition, because a GPU's batched matrix product reads a weight again for
+every batch entry. Look-ups read only some rows and do not count. So if the embedding is also the head, only the head's
+read counts.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from sglang_dflash.rehearsal.tape import CaptureError, Node, storage_of, tensors
 from sglang_dflash.stages import budget
 
 LOOKS_UP = {f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "take")}
-ROUNDING = 1e-6  # tolerance of a number of reads
+ROUNDING = 1e-6  # tolerance of the number of reads, a sum of fractions
 
 _models: list[weakref.ref[nn.Module]] = []
 
 
 class Span(NamedTuple):
-    """Bytes of a parameter in its storage."""
+    """Range of bytes of a parameter in its storage."""
 
     name: str
     begin: int
@@ -39,12 +40,12 @@ def watch_parameters(model: nn.Module) -> None:
 
 
 def watched() -> Iterator[nn.Module]:
-    """Yield the models to check that still exist."""
+    """Yield the models of `watch_parameters` that still exist."""
     yield from filter(None, (reference() for reference in _models))
 
 
 def require_cheap(nodes: list[Node]) -> None:
-    """Check a captured forward against the rules.
+    """Check a captured forward against both rules: one read per weight, and launches within the budget.
 
     Raises:
         CaptureError: the forward breaks a rule.
@@ -59,7 +60,7 @@ def require_launches(nodes: list[Node]) -> None:
     Raises:
         CaptureError: the forward exceeds the budget.
     """
-    # Imported here, because they import SGLang's layers, whose kernels must be replaced first.
+    # Imported here and not at the top, because these modules import SGLang's layers, whose kernels are replaced first.
     from sglang.srt.runtime_context import get_parallel
 
     from sglang_dflash.draft.sglang_model import DFlashDraftModel
@@ -68,7 +69,7 @@ def require_launches(nodes: list[Node]) -> None:
     for model in watched():
         if not isinstance(model, DFlashDraftModel) or not any(storage_of(p) in read for p in model.parameters()):
             continue
-        if model.qkv_LXH is None:  # quantized: its products are several operations on a CPU
+        if model.qkv_LXH is None:  # a quantized draft, whose matrix products take several operations on a CPU
             continue
         most = budget.draft_forward(
             len(model.layers),
@@ -99,9 +100,9 @@ def require_one_read(nodes: Iterable[Node]) -> None:
 
 
 def spans() -> dict[int, list[Span]]:
-    """Return the parameters of the checked models by storage.
+    """Return the parameters of the checked models, by storage.
 
-    Not cached, because a draft stacks its layers' parameters after loading.
+    The result is not cached, because a draft stacks its layers' parameters after loading.
     """
     found: dict[int, list[Span]] = {}
     for model in watched():
@@ -120,7 +121,7 @@ def reads_of(operand: torch.Tensor, candidates: Iterable[Span]) -> Iterator[tupl
 
 
 def ends(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the byte after its last."""
+    """Return the index in the storage of a tensor's first byte, and of the byte after its last."""
     size = tensor.element_size()
     begin = int(tensor.storage_offset()) * size
     return begin, begin + (extent(tensor) * size if tensor.numel() else 0)

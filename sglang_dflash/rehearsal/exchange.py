@@ -1,7 +1,7 @@
 """Counter of the elements that ranks exchange in each collective operation, eager or in replayed graphs.
 
-A replay runs its operations again (`graph.py`), so a dispatch mode sees both. The counter works without the emulation
-too.
+A dispatch mode counts eager operations. It also counts operations in graphs, because an emulated replay runs them again
+(`graph.py`). The counter works without the emulation too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP_LINE = "a step exchanged "  # start of a step's line in the log
 class CollectiveCounter(TorchDispatchMode):
     """Dispatch mode that counts the elements of collective operations on this rank, by name.
 
-    A call counts as its largest tensor: the gathered one, or the one sent to all.
+    A call counts as many elements as its largest tensor has: the gathered tensor, or the broadcast one.
     """
 
     def __init__(self) -> None:
@@ -55,5 +55,6 @@ def report_steps(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def steps_in(log: str) -> list[dict[str, int]]:
-    """Return, for every step and rank in a log, the rows verified and the elements of each collective operation."""
-    return [json.loads(found) for found in re.findall(STEP_LINE + r"(\{.*?\})", log)]  # two may share a line
+    """Return, per step and rank in a log, the numbers of verified rows and of elements in each collective operation."""
+    # Ranks print at the same time, so one line may have the texts of two ranks.
+    return [json.loads(found) for found in re.findall(STEP_LINE + r"(\{.*?\})", log)]

@@ -1,6 +1,6 @@
 """Definitions of FlashInfer's compiled modules. FlashInfer's Python runs unchanged: wrappers, plans, workspaces.
 
-A module is compiled with or without a sliding window. SGLang's verify plans all layers without one.
+A module is compiled with or without a sliding window. SGLang's verify plans all layers without a window.
 
 Dimension key: as in `attention.py`.
 """
@@ -17,7 +17,7 @@ from sglang_dflash.rehearsal.attention import Mask, Score, attend
 from sglang_dflash.rehearsal.flashinfer_plan import Paged, Planned
 
 NON_CAUSAL, CAUSAL = 0, 1  # FlashInfer's mask modes; 2 is a bit mask, 3 multi-item scoring
-LOG2_E = math.log2(math.e)  # factor to FlashInfer's log-sum-exp, which has base 2
+LOG2_E = math.log2(math.e)  # converts a natural log-sum-exp to FlashInfer's, which has base 2
 
 
 class Module:
@@ -52,7 +52,7 @@ class Module:
         planned = Planned(first_query_B1.tolist(), first_page_B1.diff().tolist())
         assert len(planned.n_pages_B) == n_requests, f"{len(planned.n_pages_B)} lengths of {n_requests} requests"
         assert planned.first_query_B1[-1] <= n_rows, f"{planned.first_query_B1[-1]} queries of {n_rows}"
-        n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # FlashInfer counts 1 key for none
+        n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # FlashInfer counts a request without keys as 1
         assert torch.equal(n_pages.long(), first_page_B1.diff().clamp(min=1).long()), "pages by length and by start"
         return planned.write(int_workspace)
 
@@ -208,7 +208,7 @@ def fmha_varlen_run(
 ) -> None:
     """Emulate FlashInfer's Blackwell kernel over packed keys.
 
-    `plan_and_out` ends with out, lse, mask mode, five scales and the most queries of a request.
+    `plan_and_out` ends with out, lse, mask mode, five scales and the largest number of queries of a request.
     """
     *_, out, lse, mask_mode, scale, q_scale, k_scale, v_scale, o_scale, max_queries = plan_and_out
     assert q_scale == k_scale == v_scale == o_scale == 1.0, "fp8 scales are not defined in the rehearsal"
@@ -230,7 +230,7 @@ def merge_state(
     v: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Merge two attention outputs over different keys into one over both; log-sum-exps have base 2."""
+    """Merge attention outputs over two disjoint sets of keys into the output over all keys; `lse` have base 2."""
     lse.copy_(torch.logaddexp2(lse_a, lse_b))
     weight_a, weight_b = ((part - lse).exp2()[..., None].to(v.dtype) for part in (lse_a, lse_b))
     v.copy_(v_a * weight_a + v_b * weight_b)

@@ -1,9 +1,9 @@
-"""FlashInfer's plans: the queries and keys of each request, which the host plans and kernels read.
+"""FlashInfer's plans: the numbers of queries and keys of each request, written by the host and read by kernels.
 
 The host writes a plan into the wrapper's integer workspace, from which the kernel reads it. So a replay uses the plan
-of its own step, not the captured one. The kernel splits and merges a request's keys by the planned length, but counts
-partial results by the length on the device. If the lengths differ, partial results of different rows are mixed
-(scheduler.cuh, prefill.cuh). So every launch compares both.
+of its own step, not the plan of the capture. The kernel splits and merges a request's keys by the planned length, but
+counts partial results by the length on the device. If the lengths differ, partial results of different rows are mixed
+(scheduler.cuh, prefill.cuh). So every launch here compares the two lengths.
 
 Dimension key: as in `attention.py`.
 """
@@ -20,17 +20,20 @@ from sglang_dflash.rehearsal import graph
 from sglang_dflash.rehearsal.attention import require_int32
 
 NHD = 0  # FlashInfer's layouts; 1 is HND
-CHUNK = 128  # fewest keys into which a request is split
+CHUNK = 128  # smallest number of keys in a part of a split request
 
 
 class Planned(NamedTuple):
-    """Lengths of a plan."""
+    """Plan: the index of each request's first query, and its number of pages."""
 
     first_query_B1: list[int]
-    n_pages_B: list[int]  # or numbers of keys, without pages
+    n_pages_B: list[int]  # for packed keys without pages, numbers of keys
 
     def write(self, int_workspace: torch.Tensor) -> list[int]:
-        """Write the plan into device memory. Returns the host's part, which stays as captured in a graph."""
+        """Write the plan into device memory, and return its host part, [number of requests].
+
+        A captured graph keeps the host part of its capture, and reads only device memory again.
+        """
         assert not graph.is_capturing(), "a plan reads lengths back, which waits for the device"
         numbers = torch.tensor([*self.first_query_B1, *self.n_pages_B], dtype=torch.int32)
         int_workspace.view(torch.int32)[: len(numbers)] = numbers
@@ -43,17 +46,17 @@ class Planned(NamedTuple):
         return cls(numbers[: B + 1], numbers[B + 1 :])
 
     def requests(self, first_query_B1: torch.Tensor, first_page_B1: torch.Tensor) -> Iterator[tuple[int, slice]]:
-        """Yield each request with queries, and its rows.
+        """Yield the index of each request that has queries, and the rows of its queries.
 
         Raises:
-            AssertionError: the device's lengths differ from the planned ones.
+            AssertionError: the lengths on the device differ from the planned lengths.
         """
         starts, n_pages_B = first_query_B1.tolist(), first_page_B1.diff().tolist()
         assert starts == self.first_query_B1, f"queries start at {starts}, planned {self.first_query_B1}"
         assert len(n_pages_B) == len(self.n_pages_B), f"{len(n_pages_B)} requests, planned {len(self.n_pages_B)}"
         for b, (n_pages, planned) in enumerate(zip(n_pages_B, self.n_pages_B, strict=True)):
             n_queries = starts[b + 1] - starts[b]
-            # A padded row of a graph is planned with an invalid length. Its keys and queries are in the first chunk.
+            # A graph's padded row is planned with a wrong length. Its few keys are not split, so this does no harm.
             is_padding = planned <= n_queries and n_pages <= CHUNK
             assert n_pages == planned or is_padding, (
                 f"request {b} has {n_pages} pages of keys on the device and was planned with {planned} on the host: "
@@ -64,7 +67,7 @@ class Planned(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """Paged keys whose page lists are packed, without a fixed row width."""
+    """Paged keys. The requests' lists of pages are packed in one tensor, without a fixed row width."""
 
     k_cache: torch.Tensor  # [pages, page size, G, E]
     v_cache: torch.Tensor

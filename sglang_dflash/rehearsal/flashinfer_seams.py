@@ -22,10 +22,10 @@ _BACKENDS = "sglang.srt.layers.attention."
 
 @functools.cache
 def install() -> None:
-    """Install the definitions, once per process and lazily, because importing FlashInfer takes seconds."""
+    """Install the definitions once per process, at the first use, because importing FlashInfer takes seconds."""
     sglang.check(SECTIONS["flashinfer"])
     define(capability.rehearsed())
-    # SGLang has imported these modules without FlashInfer, which it uses only on CUDA.
+    # SGLang imports FlashInfer only on CUDA, so these modules were loaded without it. Load them again with FlashInfer.
     available = pkgutil.resolve_name("sglang.srt.utils.is_flashinfer_available")
     cpu.put({"sglang.srt.utils.is_flashinfer_available": lambda: True})
     for name in ("flashinfer_backend", "trtllm_mla_backend", "trtllm_mha_backend"):
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def define(gpu: capability.Gpu) -> None:
-    """Replace FlashInfer's modules by definitions, and its GPU queries by answers for `gpu`."""
+    """Replace FlashInfer's compiled modules by definitions, and its GPU queries by functions with `gpu`'s values."""
     asked: dict[str, Any] = {
         "get_compute_capability": lambda device: gpu.capability,
         "get_device_sm_count": lambda device: gpu.n_processors,
@@ -59,7 +59,7 @@ def define(gpu: capability.Gpu) -> None:
 
 
 def over_flashinfer(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a backend's factory to install the definitions first."""
+    """Wrap a backend's factory so that the definitions are installed before the backend is created."""
 
     def make(runner: Any) -> Any:
         install()
@@ -69,7 +69,7 @@ def over_flashinfer(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _Torch(ModuleType):
-    """torch for modules that name CUDA or allocate pinned memory, which needs a GPU's driver."""
+    """Copy of torch for modules that name CUDA or allocate pinned memory, which both need a GPU's driver."""
 
     def __getattr__(self, name: str) -> Any:
         return vars(torch)[name] if name in vars(torch) else torch.__getattr__(name)

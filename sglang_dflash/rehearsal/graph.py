@@ -1,13 +1,15 @@
 """CUDA graphs without CUDA: the launches of a forward are recorded once, and replayed without the forward's Python.
 
-Capture runs the forward under a dispatch mode. Every operation that writes is a node: the operation, its arguments by
-address, and its host values at capture. Views and allocations are no nodes. The stand-in of a GPU kernel (`launch`) is
-one node, and may read device memory. Operations that CUDA forbids during capture raise `CaptureError`: a copy of a
-value to the host, a shape that depends on device data, a tensor created from host data.
+Capture runs the forward under a dispatch mode. Every operation that writes becomes a node: the operation, its tensor
+arguments by address, and its other arguments with their values at capture. Views and allocations are no nodes. The
+stand-in of a GPU kernel (`launch`) is one node, and may read device memory. Operations that CUDA forbids during capture
+raise `CaptureError`: a copy of a value to the host, a shape that depends on device data, a tensor created from host
+data.
 
-Replay runs the nodes in order, and writes their results to fixed cells in `pool.py`'s memory.
+Replay runs the nodes in order, and writes their results to fixed addresses in `pool.py`'s memory.
 
-Unlike on a GPU, a capture also computes, so it writes K/V of the padding slots and other buffers.
+Unlike on a GPU, the operations of a capture are also executed. So a capture writes the K/V of the padding slots, and
+other buffers.
 """
 
 from __future__ import annotations
@@ -81,10 +83,10 @@ class Graph:
 
 
 def _in_order() -> None:
-    """Check that this replay is ordered after the last one, because all graphs share memory.
+    """Check that this replay is ordered after the last replay, because all graphs share memory.
 
     Raises:
-        UnorderedAccess: the two run on different streams, and no event orders them.
+        UnorderedAccess: the two replays run on different streams, and no event orders them.
     """
     global _last_replay
     by = streams.access(streams.current_stream(), "Graph.replay")
@@ -123,7 +125,7 @@ def is_capturing() -> bool:
 
 
 def launch(fn: Function) -> Function:
-    """Wrap a function to count as one launch: a kernel's stand-in, or a function that launches a kernel."""
+    """Wrap a kernel's stand-in, or a function that launches a kernel, so that a call counts as one launch."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +147,7 @@ def launch(fn: Function) -> Function:
 
 
 class EventInGraph(streams.Event):
-    """Event that is recorded again at its point of every replay, if captured (CUDA's external events)."""
+    """CUDA's external event: if its record is captured, every replay records the event again at the same point."""
 
     record = launch(streams.Event.record)
 
@@ -156,7 +158,7 @@ def takes_part(stream: object) -> bool:
 
 
 def record_stream(tensor: torch.Tensor, stream: streams.Stream) -> None:
-    """Keep a tensor's memory until `stream` no longer uses it; during capture, until the capture ends."""
+    """Keep a tensor's memory until `stream` no longer uses it. During a capture it is kept until the capture ends."""
     streams.record_stream(tensor, stream)
     if _tape is not None:
         _tape.kept.append(tensor)
@@ -167,7 +169,7 @@ def pool() -> Pool:
 
 
 def addresses(tree: Any) -> Any:
-    """Return the tree with tensors in the pool replaced by tensors over the same cells that do not own them."""
+    """Return the tree with every tensor in the pool replaced by `Pool.address` of it, which does not own its block."""
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: _pool.address(tensor) if tensor.numel() and _pool.owns(tensor) else tensor, tree
     )

@@ -1,9 +1,9 @@
-"""Marks of host tensors, which replace the device attribute, because here all memory is the CPU's.
+"""Marks of host tensors. They replace the device attribute, because in the emulation every tensor is on the CPU.
 
 Host tensors are results of `.cpu()`, `.pin_memory()` and pinned allocations, SGLang's `*_cpu` fields (by `seams.py`),
-and results that the host computes from host tensors during capture. All others are device tensors. During capture the
-host may read only host tensors. A device operation may read a host tensor only as a scalar: a larger one would be
-copied once, at capture, which on a GPU is an error or a value that never changes.
+and results that the host computes from host tensors during capture. All other tensors are device tensors. During
+capture the host may read only host tensors. A device operation may read a host tensor only if it is a scalar. On a GPU
+a larger host tensor would raise an error, or be copied at capture only, so that replays would read old values.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ READS = ("tolist", "numpy", "cpu", "__array__", "pin_memory")  # tensor methods 
 
 Refusal = Callable[[str], Exception]
 
-_marked: dict[int, Any] = {}  # by storage; removed with the storage
+_marked: dict[int, Any] = {}  # finalizers by storage; an entry is removed when the storage is deleted
 _originals: dict[str, Callable[..., Any]] = {}
 _refusal: Refusal | None = None
 
 
 def mark(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor as the host's, and return it."""
+    """Mark a tensor as the host's, and return the tensor."""
     storage = tensor.untyped_storage()
     key = storage._cdata
     if key not in _marked and storage.nbytes():
@@ -40,13 +40,13 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 
 def only(args: tuple, kwargs: dict) -> bool:
-    """Return whether an operation reads only host tensors, and at least one."""
+    """Return whether an operation reads at least one tensor, and all tensors that it reads are host tensors."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return bool(leaves) and all(map(is_marked, leaves))
 
 
 def keep(out: Any) -> Any:
-    """Mark all tensors in `out` as the host's, and return it."""
+    """Mark all tensors in `out` as the host's, and return `out`."""
     return pytree.tree_map_only(torch.Tensor, mark, out)
 
 
@@ -76,7 +76,7 @@ def unwatch() -> None:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Allow reads inside the context: a launch runs on the device."""
+    """Allow host reads of device tensors inside the context. A launch needs this, because it runs on the device."""
     global _refusal
     before, _refusal = _refusal, None
     try:

@@ -1,7 +1,8 @@
 """Launches of a decode step outside captured graphs, by stage, checked against the budget of `stages/budget.py`.
 
-Launches are counted with `,streams`, which separates host operations from device operations. Only steps that replay
-graphs with purely greedy requests are checked: sampling, penalties and grammars launch more, in SGLang's code.
+Launches are counted only with `,streams`, which separates host operations from device operations. Only steps that
+replay graphs and have only greedy requests are checked: sampling, penalties and grammars launch more kernels, in
+SGLang's code.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 from sglang_dflash.rehearsal import watch
 from sglang_dflash.stages import budget
 
-_step: Counter[str] = Counter()  # launches of the current step, by stage
-most: Counter[str] = Counter()  # largest counts of any checked step
+_step: Counter[str] = Counter()  # number of launches of the current step, by stage
+most: Counter[str] = Counter()  # by stage, the largest number of launches in a checked step
 
 
 class OverBudget(RuntimeError):
@@ -69,9 +70,9 @@ def counted(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def held(worker: Any, decode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a worker's `decode` to check each step's launches.
+    """Wrap a worker's `decode` to check the launches of each step.
 
-    The wrapper raises OverBudget, naming the stages with their launches and limits.
+    If a stage exceeds its budget, the wrapper raises OverBudget, with the launches and limits of such stages.
     """
 
     @functools.wraps(decode)
@@ -88,7 +89,7 @@ def held(worker: Any, decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain(batch: Any) -> bool:
-    """Return whether all requests are greedy, without penalties, grammars and further outputs."""
+    """Return whether all requests are greedy and need no edits of logits, grammars, log-probabilities or states."""
     info = batch.sampling_info
     penalised = info.penalizer_orchestrator is not None and info.penalizer_orchestrator.is_required
     edits = info.logit_bias is not None or info.has_custom_logit_processor or penalised
@@ -106,7 +107,12 @@ def allowed_of(worker: Any) -> dict[str, int]:
 
 
 def allowed(*, ring: bool, planned: Collection[str] = ()) -> dict[str, int]:
-    """Return the budget by stage; `planned`: stages whose forward FlashInfer plans."""
+    """Return the budget by stage.
+
+    Args:
+        ring: the draft has a ring buffer.
+        planned: stages whose forward FlashInfer plans, which adds launches.
+    """
     return {
         stage: row.emulated
         + (budget.RING.get(stage, 0) if ring else 0)

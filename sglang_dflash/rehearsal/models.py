@@ -1,4 +1,4 @@
-"""Replacements for layers of single target families that SGLang computes with GPU-only kernels, or on the host.
+"""Replacements for layers that SGLang computes with GPU-only kernels, or on the host. Each is used by few families.
 
 `layers` installs them after the target is loaded, when SGLang's models are imported.
 """
@@ -18,7 +18,7 @@ _EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 
 def before_loading() -> None:
-    """Make the CPU the default device module, on which Qwen3-Next creates its norms, for any build of PyTorch."""
+    """Make `torch.cpu` the default device module in every build of PyTorch; Qwen3-Next creates its norms on it."""
     get_device_module = torch.get_device_module
 
     def default_here(device: torch.device | str | None = None) -> ModuleType:
@@ -55,7 +55,7 @@ def _weigh_norms(model: torch.nn.Module) -> None:
 
 
 def experts() -> Any:
-    """Return SGLang's experts in plain torch as one launch, because they read the routing on the host.
+    """Return SGLang's plain torch form of MoE experts as one launch, because it reads the routing on the host.
 
     Weights for `triton_kernels` (gpt-oss) have their last two dimensions exchanged.
     """

@@ -1,4 +1,4 @@
-"""Tensors that an operation of PyTorch reads and writes, by its schema."""
+"""Tensors that a PyTorch operation reads and writes, as its schema declares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Places where SGLang 0.5.23 orders streams only on CUDA, changed so that the overlapped loop runs as on a GPU.
+"""Replacements where SGLang 0.5.23 orders streams only on CUDA, so that the overlap schedule runs as on a GPU.
 
-Not covered: code that skips `record_stream` for "cpu" tensors (mixed batches, and the relay's indices, which the
-scheduler keeps for two steps anyway); the unified memory pool, HiCache, pipeline parallelism, disaggregation.
+Code that skips `record_stream` for "cpu" tensors is not covered: mixed batches, and the indices in SGLang's relay
+buffers, which the scheduler keeps for two steps anyway. Not covered either: the unified memory pool, HiCache, pipeline
+parallelism, disaggregation.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _SRT = "sglang.srt."
 
 
 def device() -> dict[str, Any]:
-    """Set the device module's streams and events, and return further replacements.
+    """Set emulated streams and events in `torch.cpu`, and return further replacements, by dotted name.
 
-    Call this before kernels become launches.
+    Call this before `seams.as_launches` wraps the kernels.
     """
     for name, value in streams.names().items():
         setattr(torch.cpu, name, value)
@@ -38,19 +39,19 @@ def device() -> dict[str, Any]:
     }
 
 
-@functools.cache  # a process loads two models but has one scheduler
+@functools.cache  # called after each of two models is loaded, but a process has one scheduler
 def scheduler() -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler import Scheduler
 
     envs.SGLANG_ENABLE_WAR_BARRIER.set(True)  # CUDA's default
-    # On CUDA lengths reach the host over a separate stream and pinned memory, on other devices by `.cpu()`.
+    # On CUDA lengths are copied to the host on a separate stream into pinned memory; on other devices by `.cpu()`.
     install.put({"managers.overlap_utils._is_cuda": True}, _SRT)
     # An event inside the graph marks the end of a replay's reads of the scheduler's tables.
     event = "model_executor.runner.decode_cuda_graph_runner.make_external_event"
     install.put({event: lambda device_module: graph.EventInGraph()}, _SRT)
 
-    # Torch forms of SGLang's kernels for other devices, which read device memory.
+    # SGLang's torch forms of kernels, used on other devices than CUDA. They read device memory, so each is one launch.
     _launch("model_executor.forward_batch_info.compute_position_torch")
     _launch("mem_cache.allocation.write_cache_indices")
     _mark_host_buffers()
@@ -60,8 +61,11 @@ def scheduler() -> None:
 
     @functools.wraps(run)
     def run_event_loop(self: Scheduler) -> None:
-        """Run the loop under a watch. Weights, pools and captures exist before."""
-        if self.draft_worker is not None:  # this plugin's, because SGLang's worker is refused with streams
+        """Run the scheduler loop inside `watch.Watch`, which checks the order of accesses.
+
+        Weights, KV pools and captured graphs are created earlier and are not checked.
+        """
+        if self.draft_worker is not None:  # this plugin's worker, because SGLang's is refused with `,streams`
             launches.hold(self.draft_worker)
         with watch.Watch(graph.pool()):
             run(self)
@@ -70,7 +74,7 @@ def scheduler() -> None:
 
 
 def _mark_host_buffers() -> None:
-    """Mark SGLang's static host buffers by their names, as it allocates them on "cpu", the device here."""
+    """Mark SGLang's static host buffers, found by their names: their device "cpu" is also the emulated GPU's."""
     from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry as Registry
 
     fill = Registry.fill_from

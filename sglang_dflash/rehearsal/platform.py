@@ -31,7 +31,7 @@ class RehearsalPlatform(CpuPlatform):
         return DecodeCudaGraphRunner
 
     def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
-        """Return whether streams are emulated, because then copies from pinned memory do not wait."""
+        """Return whether streams are emulated. Only then is a copy from pinned memory asynchronous."""
         return flags.current().rehearse.streams
 
     def init_backend(self) -> None:
@@ -61,4 +61,4 @@ class RehearsalPlatform(CpuPlatform):
         if flags.current().rehearse.streams:
             host.check(SECTIONS["streams"])
             overlap.scheduler()
-        host.check(SECTIONS["rehearsal"])  # now, because attention modules are imported only here
+        host.check(SECTIONS["rehearsal"])  # last, because `seams.attention` imports the modules to check

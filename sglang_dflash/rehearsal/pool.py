@@ -1,12 +1,12 @@
-"""Memory of captured graphs: one private pool for all graphs of a process, as SGLang shares one.
+"""Memory of captured graphs: one private pool for all graphs of a process, as in SGLang.
 
 Blocks are assigned by CUDACachingAllocator's rules. Sizes are rounded up to 512 bytes. Blocks of up to 1 MiB come from
-segments of 2 MiB, larger ones from segments of 20 MiB or of the requested size. The smallest block that fits is taken,
-among equals the one at the lowest address. The remainder is split off, and free neighbours are merged.
+segments of 2 MiB, larger blocks from segments of 20 MiB or of the requested size. The smallest free block that fits is
+taken, and among equal blocks the one at the lowest address. The remainder is split off, and free neighbours are merged.
 
-A block is free when its last tensor is deleted. The next tensor of its stream may reuse it, in this graph or a later
-one, because a segment belongs to the stream that requested it. Captured launches hold only addresses, so they do not
-keep a block. Memory that is read too late has therefore been overwritten, as on a GPU.
+A block is free when its last tensor is deleted. The next tensor of the same stream may reuse the block, in this graph
+or a later graph, because a segment belongs to the stream that requested it. Captured launches hold only addresses, so
+they do not keep a block. If a launch reads a block after it was freed, the block may be overwritten, as on a GPU.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import from_numpy  # before `watch.py` replaces it: this memory is the device's
+from torch import from_numpy  # the original: `watch.py` replaces `torch.from_numpy` by a form that marks host tensors
 
 MIB = 1 << 20
-ROUND = 512  # bytes; block sizes are multiples
+ROUND = 512  # bytes; block sizes are multiples of this
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # bytes of the largest small block, and of its segment
-LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB  # bytes of a segment for blocks below `LARGE`; larger blocks have their own
-CAPACITY = 4096 * MIB  # bytes of address space; a page uses memory only once it is written
+# Bytes of a segment for blocks above `SMALL` and below `LARGE`. A block of `LARGE` bytes or more has its own segment.
+LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB
+CAPACITY = 4096 * MIB  # bytes of address space; the system provides memory for a page when it is first written
 
 
 class Pool:
-    """Pool of blocks. Invariant: `_free[segment]` lists the free (offset, size), ascending, no two adjacent."""
+    """Pool of blocks. Invariant: `_free[segment]` lists (offset, size) of free blocks, ascending, no two adjacent."""
 
     def __init__(self, capacity: int = CAPACITY, stream: Callable[[], object] = lambda: None) -> None:
-        """`stream`: returns the current stream."""
+        """Create an empty pool of `capacity` bytes of address space; `stream` returns the current stream."""
         self.stream = stream
         self._memory = np.empty(capacity, np.uint8)
         self._whole = from_numpy(self._memory).untyped_storage()
         self._base = self._memory.ctypes.data
-        self._starts: list[int] = []  # first addresses of the segments, ascending
-        self._kind: dict[int, tuple[bool, object]] = {}  # by segment: whether its blocks are small; its stream
+        self._starts: list[int] = []  # offsets of the segments, ascending
+        self._kind: dict[int, tuple[bool, object]] = {}  # segment -> (whether its blocks are small, its stream)
         self._free: dict[int, list[tuple[int, int]]] = {}
-        self.n_bytes = 0  # sum over segments
+        self.n_bytes = 0  # total size of the segments
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._base <= tensor.data_ptr() < self._base + self._memory.nbytes
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor of the same dtype, shape and strides, in its own block while it lives."""
+        """Return an uninitialised tensor with the dtype, shape and strides of `tensor`, in a new block of the pool."""
         if not tensor.numel():
             return torch.empty_like(tensor)
         n_bytes = extent(tensor) * tensor.element_size()
@@ -56,7 +57,7 @@ class Pool:
     def span(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the first address of a tensor's block, and the address after its last.
 
-        For a tensor from `address`, which has no block, these are the addresses of its own cells.
+        A tensor from `address` owns no block. For it the result is the range of the tensor's own elements.
         """
         storage = tensor.untyped_storage()
         if storage.data_ptr() != self._base or storage.nbytes() != self._memory.nbytes:
@@ -64,7 +65,7 @@ class Pool:
         return tensor.data_ptr(), tensor.data_ptr() + extent(tensor) * tensor.element_size()
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same cells that does not own them; captured launches hold such tensors."""
+        """Return a tensor over the same memory that does not own its block. Captured launches hold such tensors."""
         offset = (tensor.data_ptr() - self._base) // tensor.element_size()
         return torch.empty(0, dtype=tensor.dtype).set_(self._whole, offset, tensor.shape, tensor.stride())
 
@@ -114,5 +115,5 @@ class Pool:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Return the number of elements between the first and the last, inclusive, with those that strides skip."""
+    """Return the number of elements from a tensor's first to its last in memory, including skipped elements."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

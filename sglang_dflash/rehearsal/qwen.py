@@ -1,13 +1,14 @@
-"""CUDA's settings for Qwen3.5 and Qwen3-Next, where SGLang 0.5.23 reads `_is_cuda` in these two models.
+"""CUDA's settings for Qwen3.5 and Qwen3-Next, because SGLang 0.5.23 reads `_is_cuda` in these two models.
 
 The emulated GPU has CUDA's defaults:
 
     alternative stream      in captured forwards, the projections of Gated DeltaNet's gates, the norm of K (Qwen3-Next;
                             Qwen3.5 only if attention has no output gate) and experts run parallel to the main stream
-    fused projection        decode, and a verify of one token but no wider one, unpacks and convolves Gated DeltaNet's
+    fused projection        decode and a verify of width 1, but no wider verify, unpack and convolve Gated DeltaNet's
                             projections in one Triton kernel, run by Triton's interpreter
     strided prompts         Gated DeltaNet reads a prompt's projections in place
-    fused Q/K preparation   norms, rotation and output gate in one kernel, defined here: the kernel rounds to 16 bits
+    fused Q/K preparation   norms, rotation and output gate in one launch; the torch form here replaces the kernel,
+                            because the kernel rounds to 16 bits
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_grap
 _FUSE = "fused_qkvzba_causal_conv1d_update_contiguous"
 _CAN_USE, _SPLIT = f"can_use_{_FUSE}", "fused_qkvzba_split_reshape_cat_contiguous"
 
-_fused_widths: set[int] = set()  # widths that have captured the fused projection
+_fused_widths: set[int] = set()  # verify widths at which the fused projection has been captured
 
 
 def device() -> None:
-    """Redirect `torch.cuda`'s streams, which these models name, to the device module's current ones."""
+    """Redirect `torch.cuda.current_stream` and `torch.cuda.stream`, which these models call, to `torch.cpu`."""
     torch.cpu.Stream.stream_id = property(id)  # type: ignore[attr-defined]
     cuda: Any = torch.cuda
     cuda.current_stream = lambda device=None: torch.cpu.current_stream(device)
@@ -46,7 +47,7 @@ def device() -> None:
 
 
 def before_models() -> None:
-    """Apply CUDA's settings to the two modules when the first model is created, because they can be imported then."""
+    """Apply CUDA's settings when the first model is created, because the two models can only be imported then."""
     loader: Any = importlib.import_module(_LOADER)
     loader._initialize_model = _first(models, loader._initialize_model)
 
@@ -60,7 +61,7 @@ def _first(prepare: Callable[[], None], fn: Callable[..., Any]) -> Callable[...,
     return call
 
 
-@functools.cache  # a process makes two models, target and draft
+@functools.cache  # called for two models, target and draft
 def models() -> None:
     from sglang.srt.environ import envs
 
@@ -89,7 +90,7 @@ def models() -> None:
 
 
 def on_cuda(can_use: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
-    """Wrap SGLang's conditions for the fused projection to treat the projection as on CUDA."""
+    """Wrap SGLang's check whether the fused projection can be used, so that it takes the tensor to be on CUDA."""
 
     @functools.wraps(can_use)
     def asked(mixed_qkvz: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -100,7 +101,7 @@ def on_cuda(can_use: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[boo
 
 
 def reported(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the fused projection to log once for each width that captures it."""
+    """Wrap the fused projection so that it logs its first capture at each verify width."""
     from sglang.srt.runtime_context import get_spec
 
     @functools.wraps(fused)
@@ -132,7 +133,7 @@ def qk_norm_rope_gate(
     """Normalise the heads of Q and K (Gemma's norm: 1 + weight) and rotate their first dimensions, neox halves.
 
     Args:
-        q_gate: [T, q E], or [T, 2 q E] with each head's gate after it.
+        q_gate: [T, q E], or if `has_gate` [T, 2 q E] with each head's gate after the head.
         k: [T, k E].
         cos_sin_cache: [positions, rotary_dim], cosines first.
         positions: int [T], or [3, T] with `mrope_axis_map`, int [rotary_dim / 2]: each lane's axis.

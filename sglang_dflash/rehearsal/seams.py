@@ -1,4 +1,4 @@
-"""Places where SGLang 0.5.23 names CUDA although an out-of-tree platform runs, and their replacements.
+"""Replacements where SGLang 0.5.23 names CUDA although an out-of-tree platform runs.
 
 Four groups, in the order in which SGLang reaches them: the device module, kernels, graphs, attention.
 """
@@ -34,7 +34,7 @@ def device() -> None:
 
 
 def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the CPU platform's stand-ins for kernels, each as one launch, and changed methods of tensors."""
+    """Return the CPU platform's stand-ins, with each kernel's stand-in as one launch, and with host tensors marked."""
     launches = {
         name: graph.launch(stand_in) if isfunction(stand_in) and not name.startswith("torch.") else stand_in
         for name, stand_in in stand_ins.items()
@@ -43,13 +43,13 @@ def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
 
     GridExecutor.__call__ = graph.launch(GridExecutor.__call__)  # every interpreted Triton kernel is one launch
     interpreted = flags.current().rehearse.kernels
-    # Each op of this package is one launch: of its kernel in the interpreter, or of the CPU's form.
+    # Each op of this package is one launch, of its kernel in the interpreter or of its torch form for the CPU.
     override(lambda forms: forms.on_gpu if interpreted else graph.launch(forms.on_cpu))
     return launches | {"torch.Tensor.pin_memory": _pin_memory, "torch.Tensor.cpu": _cpu}
 
 
 def lora() -> None:
-    """Mark LoRA's pinned allocations as the host's, and return a device name to csgmv.
+    """Mark LoRA's pinned allocations as the host's, and give SGLang's LoRA kernels (csgmv) a device name.
 
     Call this before the CPU platform's stand-ins are installed.
     """
@@ -73,16 +73,16 @@ def graphs() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.runtime_context import get_exec
 
-    # SGLang uses the default device module, which is torch.cuda in a CUDA build of PyTorch.
+    # This function uses the default device module, which is torch.cuda in a CUDA build of PyTorch.
     install.put({"sglang.srt.distributed.parallel_state.get_current_device_stream_fast": torch.cpu.current_stream})
     ForwardBatch.__init__ = _marking_lengths(ForwardBatch.__init__)  # type: ignore[method-assign]
-    # A "cpu" runner reads `is_cpu_graph`, which is true only for torch.compile's decode.
+    # On "cpu" SGLang's runner reads `is_cpu_graph`, which is true only for decode. `is_cuda_graph` includes verify.
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
 
     # Between segments of a prefill graph SGLang stores device tensors by address, but not "cpu" tensors.
     install.put({f"{_BREAKABLE}._weak_ref_if_tensor": graph.addresses})
 
-    # A "cpu" runner captures only with torch.compile. The module reads no other flag.
+    # On "cpu" SGLang captures graphs only if torch.compile is enabled. The module reads no other flag.
     def flags() -> SimpleNamespace:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         return SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=wanted))
@@ -125,7 +125,7 @@ def attention() -> None:
 
 
 def _without_scheduler(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap fa3's factory to disable its scheduler metadata, which are optional."""
+    """Wrap fa3's factory so that the backend does not compute scheduler metadata, which are optional."""
 
     def make(runner: Any) -> Any:
         backend = factory(runner)
@@ -136,7 +136,7 @@ def _without_scheduler(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _stub_sgl_kernel() -> None:
-    """Stub the names of sgl_kernel, which needs libcuda, that `flashattention_backend` imports but does not call."""
+    """Stub the names that `flashattention_backend` imports from sgl_kernel but does not call; sgl_kernel needs CUDA."""
     package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
     package.flash_attn = module  # type: ignore[attr-defined]
     package.merge_state_v2 = None  # type: ignore[attr-defined]

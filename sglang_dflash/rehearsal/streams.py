@@ -1,13 +1,13 @@
-"""Streams without a device: operations run at once, and are recorded as if they might still be running.
+"""Streams without a device: operations run immediately, and are recorded as if they might still be running.
 
-Streams and the host are actors. Each has a vector clock: the part of every other actor's work that is known to be
+Streams and the host are actors. Each actor has a vector clock: the part of every other actor's work that is known to be
 finished. A launch comes after the host's earlier actions. `wait_stream`, `wait_event` and waits of the host join
-clocks; nothing else orders two actors. Each memory records its last write and the reads since. An access must be
-ordered after earlier accesses that conflict with it, or `UnorderedAccess` names both places.
+clocks. Nothing else orders two actors. For each memory the last write and later reads are recorded. An access must be
+ordered after earlier accesses that conflict with it. Otherwise `UnorderedAccess` is raised, with both places in code.
 
 Views share the memory of their storage, and the pool of captured graphs is one memory. By the rule of CUDA's caching
-allocator, freed memory returns to its stream, whose next tensor may reuse it. So uses on other streams must have
-finished before, unless `record_stream` leaves this to the allocator.
+allocator, freed memory returns to its stream, whose next tensor may reuse it. So other streams must have finished with
+the memory before it is freed, or `record_stream` must have been called, which makes the allocator wait for them.
 
 `watch.py` determines which operations touch which memory.
 """
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 Clock = dict["Actor", int]
-Place = tuple[tuple[str, int], ...]
+Place = tuple[tuple[str, int], ...]  # (file, line) of calls, innermost first
 
 MIB = 1 << 20
-NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")  # parts of paths
-N_SHOWN = 3  # most lines of code per access in a message
+NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")  # parts of paths to leave out
+N_SHOWN = 3  # number of lines of code per access in a message
 
 
 class UnorderedAccess(RuntimeError):
@@ -41,7 +41,7 @@ class Actor:
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: Clock = {}
-        self.freed: list[Memory] = []  # freed memory of this actor that others may still use
+        self.freed: list[Memory] = []  # freed memory of this actor that other actors may still use
 
     def join(self, clock: Clock) -> None:
         for actor, done in clock.items():
@@ -91,10 +91,10 @@ def here() -> Iterator[tuple[str, int]]:
 
 
 class Memory:
-    """Record of the accesses to one memory."""
+    """Record of the last write to one memory, and of later reads."""
 
     def __init__(self, owner: Actor | None = None, n_bytes: int = 0) -> None:
-        """`owner`: the stream that allocated the memory; None: unknown."""
+        """Create an empty record; `owner`: the stream that allocated the memory, None if unknown."""
         self.owner, self.n_bytes = owner, n_bytes
         self.written: Access | None = None
         self.reads: dict[Actor, Access] = {}
@@ -131,7 +131,7 @@ def unordered(by: Access, does: str, earlier: Access) -> UnorderedAccess:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return the record of a tensor's memory, an attribute of its storage."""
+    """Return the record of a tensor's memory. It is kept as an attribute of the tensor's storage."""
     storage = tensor.untyped_storage()
     memory = storage.__dict__.get("memory")
     if memory is None:
@@ -140,7 +140,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 
 
 def allocated(tensor: torch.Tensor, by: Access) -> Memory:
-    """Record a new tensor on a device, and return its memory.
+    """Record a new tensor on a device, and return the record of its memory.
 
     Raises:
         UnorderedAccess: the tensor may reuse freed memory that a stream still uses.
@@ -148,7 +148,7 @@ def allocated(tensor: torch.Tensor, by: Access) -> Memory:
     storage = tensor.untyped_storage()
     n_bytes, owner = storage.nbytes(), by.actor
     owner.freed = [memory for memory in owner.freed if not all(use.before(owner) for use in memory.uses())]
-    for memory in owner.freed:  # the allocator separates two kinds of blocks
+    for memory in owner.freed:  # the allocator does not use small blocks for large tensors, or large ones for small
         if memory.n_bytes >= n_bytes and (memory.n_bytes > MIB) == (n_bytes > MIB):
             memory.hand_over(by)
     memory = storage.__dict__["memory"] = Memory(owner, n_bytes)
@@ -162,7 +162,7 @@ def _free(memory: Memory) -> None:
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-    """Leave the end of the memory's use by `stream` to the allocator."""
+    """Let the allocator wait for `stream`: the tensor's memory is no longer checked when it is freed."""
     memory_of(tensor).owner = None
 
 
@@ -202,7 +202,7 @@ class Stream(Actor):
 
 
 class Event:
-    """Stand-in for `torch.cuda.Event`. As on a GPU, waiting for an unrecorded event returns at once."""
+    """Stand-in for `torch.cuda.Event`. As on a GPU, waiting for an unrecorded event has no effect."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -236,13 +236,13 @@ _refusal: Callable[[str], Exception] | None = None
 
 
 def refuse_waits(refusal: Callable[[str], Exception] | None) -> None:
-    """Make waits of the host for a device raise `refusal`'s error from now on; None: allow them."""
+    """Make waits of the host for a device raise the error that `refusal` returns. None allows waits again."""
     global _refusal
     _refusal = refusal
 
 
 def require_waiting(what: str) -> None:
-    """Check that the host may wait, or raise the refusal."""
+    """Check that the host may wait, or raise the error set by `refuse_waits`."""
     if _refusal is not None:
         raise _refusal(what)
 
@@ -253,7 +253,7 @@ _current[0].name = "the default stream"
 
 
 class StreamContext:
-    """Reusable context that makes a stream the current one, unless it is None."""
+    """Reusable context that makes a stream the current stream. If the stream is None, nothing changes."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -278,7 +278,7 @@ def set_stream(stream: Stream) -> None:
 
 
 def synchronize(device: object = None) -> None:
-    """Wait, on the host, for every stream."""
+    """Let the host wait for every stream."""
     for stream in _streams:
         stream.synchronize()
 

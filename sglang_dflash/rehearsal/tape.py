@@ -39,7 +39,7 @@ class Node(NamedTuple):
     run: Callable[..., Any]
     args: tuple
     kwargs: dict[str, Any]
-    outs: tuple[torch.Tensor | None, ...]  # cells to copy each result to; None for a view; () if `run` writes them
+    outs: tuple[torch.Tensor | None, ...]  # destination of each result; None for a view; () if `run` writes them
 
 
 class Tape(TorchDispatchMode):
@@ -49,10 +49,10 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.pool = pool
         self.nodes: list[Node] = []
-        # Tensors by storage that are neither the forward's nor the pool's. On a GPU a replay reads them by address.
+        # Tensors that existed before the forward, by storage. On a GPU a replay reads them by address.
         self.outside: dict[int, torch.Tensor] = {}
-        self.n_uses: dict[int, int] = {}  # references that this tape holds, by storage
-        self.kept: list[torch.Tensor] = []  # from `record_stream`: their blocks are freed when the capture ends
+        self.n_uses: dict[int, int] = {}  # number of references that this tape holds, by storage
+        self.kept: list[torch.Tensor] = []  # passed to `record_stream`; their memory is kept until the capture ends
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -66,12 +66,12 @@ class Tape(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name in ALLOCATES:
             return self.new(out)
-        if name.startswith("c10d::"):  # writes to its arguments, unlike its schema
+        if name.startswith("c10d::"):  # writes to its arguments, which its schema does not declare
             return self.record(functools.partial(run_collective, func), args, kwargs, out, mutates=True)
         return self.record(func, args, kwargs, out, mutates=func._schema.is_mutable)
 
     def record(self, run: Callable[..., Any], args: tuple, kwargs: dict, out: Any, *, mutates: bool) -> Any:
-        """Record a launch that has just run, and place its new outputs in the pool.
+        """Record a launch that has just run, and copy its new outputs into the pool.
 
         Args:
             mutates: whether the launch may have written to its arguments.
@@ -96,7 +96,7 @@ class Tape(TorchDispatchMode):
         return pytree.tree_unflatten(placed, spec)
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an argument for a recorded launch: a tensor over the same memory without ownership of its block."""
+        """Return an argument for a recorded launch: a tensor over the same memory that does not keep its block."""
         if not tensor.numel():
             return tensor
         if self.pool.owns(tensor):
@@ -114,11 +114,11 @@ class Tape(TorchDispatchMode):
         return self.new(tensor).copy_(tensor)
 
     def new(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised cells in the pool, with the dtype, shape and strides of `tensor`."""
+        """Return an uninitialised tensor in the pool, with the dtype, shape and strides of `tensor`."""
         return self.pool.like(tensor)
 
     def launching(self) -> AbstractContextManager[None]:
-        """Return a context for running a launch."""
+        """Return the context in which a launch runs; `BranchedTape` records the launch's accesses."""
         return nullcontext()
 
     def takes_part(self, stream: object) -> bool:
@@ -126,12 +126,12 @@ class Tape(TorchDispatchMode):
         return True
 
     def end(self) -> None:
-        """Check the conditions for the end of a capture."""
+        """Do nothing when a capture ends. `BranchedTape.end` checks that all streams were waited for."""
 
     def dangling(self) -> list[str]:
-        """Return dtype and shape of outside tensors that only this tape keeps.
+        """Return dtype and shape of tensors in `outside` that only this tape references.
 
-        On a GPU their memory would be free, and replays would read other data.
+        On a GPU the memory of such a tensor would be free, and replays would read other data.
         """
         held = torch._C._storage_Use_Count  # its argument counts as one more use
         return [
@@ -146,7 +146,7 @@ def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) ->
 
     In inference mode PyTorch does not decompose for modes, which hides whether `matmul` launches `mm` or `bmm`.
     """
-    TorchDispatchMode.__enter__(mode)  # skips a watch's own __enter__, which waits for its streams
+    TorchDispatchMode.__enter__(mode)  # not `mode.__enter__`: that of `watch.Watch` synchronizes all streams
     try:
         return func.decompose(*args, **kwargs)
     finally:
@@ -154,7 +154,7 @@ def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) ->
 
 
 def run_collective(func: Any, *args: Any, **kwargs: Any) -> None:
-    """Run a collective operation and wait for its end, as a GPU's stream does."""
+    """Run a collective operation and wait until it has ended; on a GPU its stream waits."""
     out = func(*args, **kwargs)
     (out[-1] if isinstance(out, tuple) else out).wait()
 
@@ -169,7 +169,7 @@ def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
 
 
 def waits(func: Any, name: str, args: tuple, kwargs: dict) -> str:
-    """Return the reason why the host waits for the device in this operation; "" if it does not."""
+    """Return the reason why this operation makes the host wait for the device; "" if it does not."""
     if name in WAITS:
         return name
     if name in INDEXES and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
@@ -192,7 +192,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def keep(result: Any, outs: tuple[torch.Tensor | None, ...]) -> None:
-    """Copy a launch's results to their cells; None: the result is not copied."""
+    """Copy a launch's results to `outs`. A result whose entry is None is not copied."""
     for cells, value in zip(outs, pytree.tree_leaves(result), strict=True):
         if cells is not None:
             cells.copy_(value)
@@ -204,7 +204,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def out_overload(func: Any) -> Any:
-    """Return the overload of an operation with an additional argument `out`; None if there is none."""
+    """Return the overload of an operation that has an additional argument `out`; None if no overload has one."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
@@ -218,14 +218,14 @@ def out_overload(func: Any) -> Any:
 
 
 def writes_into(func: Any, args: tuple, kwargs: dict, cells: torch.Tensor) -> Any:
-    """Return the `out` overload of `func` if it writes the same bytes to `cells` as they hold; else None."""
+    """Return the `out` overload of `func` if it writes exactly the bytes that `cells` already has; else None."""
     overload = out_overload(func)
     if overload is None:
         return None
     expected = cells.clone()
     try:
         overload(*args, **kwargs, out=cells)
-    except (RuntimeError, NotImplementedError):  # it does not support these strides or dtypes
+    except (RuntimeError, NotImplementedError):  # the overload does not support these strides or dtypes
         cells.copy_(expected)
         return None
     if same_bytes(cells, expected):

@@ -1,7 +1,7 @@
 """Definitions of the kernels of FlashInfer's TensorRT-LLM entry points. FlashInfer's Python runs unchanged.
 
-On sm90 XQA decodes and verifies, with a bit mask in the block, and fmha v2 reads prompts. On sm100 trtllm-gen does all
-of this. These kernels take a page table's row length from its width and ignore its strides.
+On sm90 the kernel XQA decodes and verifies (with a bit mask for the block), and fmha v2 reads prompts. On sm100
+trtllm-gen decodes, verifies and reads prompts. These kernels ignore a page table's strides and take its width instead.
 
 Dimension key: as in `attention.py`.
 """
@@ -16,7 +16,7 @@ from sglang_dflash.rehearsal import graph
 from sglang_dflash.rehearsal.attention import Mask, Paged, Score, attend, pages_of, refuse, require_int32
 
 PAGE_SIZES = (16, 32, 64, 128)  # supported by XQA and trtllm-gen; 128 only with grouped queries
-USED = 4096  # bytes of a workspace that are checked, or overwritten as scratch
+USED = 4096  # number of bytes at a workspace's start that the emulation checks or overwrites
 
 
 def require_zeros(what: str, buffer: torch.Tensor) -> None:
@@ -24,7 +24,7 @@ def require_zeros(what: str, buffer: torch.Tensor) -> None:
 
 
 def scribble(workspace: torch.Tensor) -> None:
-    """Overwrite a workspace, because a kernel's scratch has no defined content afterwards."""
+    """Overwrite a workspace: after a launch its content is undefined, and no code may depend on it."""
     workspace.view(-1).view(torch.uint8)[:USED] = 0xFF
 
 
@@ -45,7 +45,7 @@ class DraftMask(NamedTuple):
     bits_BNW: torch.Tensor  # uint16, 16 keys per word
 
     def allowed(self, b: int, n_keys: int) -> torch.Tensor:
-        """Return the mask, bool [N, L]: all keys before the block, and the marked ones in it."""
+        """Return the mask, bool [N, L]: all keys before the block, and the keys of the block whose bits are set."""
         N = self.bits_BNW.shape[1]
         bits_NW16 = self.bits_BNW[b].to(torch.int32)[..., None] >> torch.arange(16)
         allowed_NL = torch.ones(N, n_keys, dtype=torch.bool)
@@ -82,8 +82,8 @@ def xqa(
 ) -> None:
     """Emulate XQA.
 
-    `q` and `out` are [B, 1, A, E], or [B, 1, N, A, E] with a mask. The caches are [pages, page size, G, E]. A window of
-    0 is none.
+    `q` and `out` are [B, 1, A, E], or [B, 1, N, A, E] with a mask. The caches are [pages, page size, G, E]. If `window`
+    is 0, there is no window.
     """
     assert not fp8, "fp8 keys and values are not defined in the rehearsal"
     assert first_query_B1 is None, "as many queries for each request"
@@ -249,8 +249,8 @@ def fmha_v2(
 ) -> None:
     """Emulate fmha v2, which reads prompts over pages.
 
-    Values follow their keys page by page. With a page table [B, 2, P], its second half locates the values, in blocks
-    from the first key.
+    The values of a page follow its keys in memory. If the page table is [B, 2, P], its second half locates the values,
+    as block indices counted from the first page of keys.
     """
     assert layout in ("q_paged_kv_nhd", "q_paged_kv_hnd"), f"layout {layout} is not defined in the rehearsal"
     assert mask_mode in ("causal", "padding"), f"mask mode {mask_mode} is not defined in the rehearsal"

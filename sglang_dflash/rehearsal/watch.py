@@ -1,14 +1,14 @@
-"""Recorder of memory accesses, for `streams.py`: sees every PyTorch operation inside a `Watch`.
+"""Recorder of memory accesses for `streams.py`. The dispatch mode `Watch` sees every PyTorch operation inside it.
 
 An operation runs on the current stream, or on the host if all its tensors are host tensors. The operations inside a
-kernel's stand-in and a replay run on one stream, as one launch (`launch`).
+kernel's stand-in or inside a replay count as one launch on one stream (`launch`).
 
 Host tensors are created without a device argument, by `from_numpy` or `.cpu()`, in pinned memory, or by the host from
-host tensors (`install`). All others are device tensors. `.to(device)` of a host tensor is a copy for which the host
-waits, or an asynchronous one from pinned memory with `non_blocking`.
+host tensors (`install`). All other tensors are device tensors. `.to(device)` copies a host tensor, and the host waits
+for the copy. Only with `non_blocking` and from pinned memory is the copy asynchronous.
 
-Not covered: other threads; memory written through numpy; writes of interpreted Triton kernels that change no value;
-single rows, because an access to one row of a table counts for the whole table.
+Not covered: other threads, memory written through numpy, and writes of interpreted Triton kernels that change no value.
+Single rows are not distinguished: an access to one row of a table counts as an access to the whole table.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ NO_ACCESS = {f"aten::{name}" for name in ("detach_", "set_", "lift_fresh", "reco
 READS_NOTHING = ("aten::new_", "_like")  # operations that use only the shape and dtype of their argument
 
 _watch: Watch | None = None
-_n_launches = 0  # nesting depth of launches
-kernels_seen_by: list[Any] = []  # recorders of kernels; the last one is used in place of the watch
-_n_launched = 0  # launches since the start, by the watched thread
+_n_launches = 0  # nesting depth of launches that are running
+kernels_seen_by: list[Any] = []  # recorders of interpreted kernels; if there are any, the last replaces the Watch
+_n_launched = 0  # number of launches inside a Watch since the start
 
 
 class Watch(TorchDispatchMode):
@@ -49,7 +49,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.pool, self.pool_memory = pool, Memory()
         self.in_factory = 0
-        self.waits: set[tuple[str, str]] = set()  # (place, stream) of logged waits of the host
+        self.waits: set[tuple[str, str]] = set()  # (place in code, stream) of waits of the host that were logged
 
     def __enter__(self) -> Watch:
         global _watch
@@ -106,7 +106,7 @@ class Watch(TorchDispatchMode):
 
     def by_stream(self, what: str, read: Tensors, written: Tensors, asynchronous: bool) -> Access:
         at_once = [tensor for tensor in read if host.is_marked(tensor) and not (asynchronous and is_pinned(tensor))]
-        if at_once:  # scalars and small copies: the value is passed with the launch
+        if at_once:  # the host reads host tensors at the launch, except pinned sources of asynchronous copies
             self.by_host(what, at_once, [])
         by = access(current_stream(), what)
         for tensor in read:
@@ -124,7 +124,7 @@ class Watch(TorchDispatchMode):
             memory.write(by)
 
     def wait(self) -> None:
-        """Wait, on the host, for the current stream."""
+        """Let the host wait for the current stream. Inside a launch do nothing, because the host is not involved."""
         if _n_launches:
             return
         by = access(HOST, "")
@@ -146,7 +146,7 @@ class Watch(TorchDispatchMode):
 
 
 def n_launched() -> int:
-    """Return the number of launches and copies on streams since the start; a replayed graph counts once."""
+    """Return the number of launches and copies on streams since the start. A replay of a graph counts as one."""
     return _n_launched
 
 
@@ -169,9 +169,10 @@ def launch() -> Iterator[None]:
 
 
 def interpreted(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a kernel's launch in Triton's interpreter: arguments that it changes count as written, others as read.
+    """Wrap the launch of a kernel in Triton's interpreter, to record its accesses.
 
-    The interpreter copies all arguments back, so a write without a change is not seen.
+    Arguments that the kernel changes count as written, all other arguments as read. A write without a change is not
+    seen, because the interpreter writes all arguments back.
     """
 
     @functools.wraps(call)
@@ -200,7 +201,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def install() -> None:
-    """Wrap tensor factories, `.to` and reads by the host, to mark host tensors and record the reads."""
+    """Wrap tensor factories and `.to` to mark host tensors, and `tolist` and `numpy` to record reads by the host."""
     for name in FACTORIES:
         setattr(torch, name, _factory(attrgetter(name)(torch)))
     for name in ("tolist", "numpy"):
@@ -215,11 +216,11 @@ def pin(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tenso
 
 
 def to_host(tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-    """Return a host copy of a device tensor, for which the host waits."""
+    """Return a host copy of a device tensor, after the host has waited for the current stream."""
     if host.is_marked(tensor):
         return tensor
     copy = tensor.clone()
-    if _n_launches:  # launches run without the host
+    if _n_launches:  # inside a launch the copy stays on the device, and the host does not wait
         return copy
     if _watch is not None:
         _watch.wait()
@@ -227,7 +228,7 @@ def to_host(tensor: torch.Tensor, memory_format: torch.memory_format = torch.pre
 
 
 def async_d2h(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy to pinned memory on the current stream; SGLang's own function returns a "cpu" tensor unchanged."""
+    """Copy a tensor to pinned memory on the current stream. SGLang's own function does not copy "cpu" tensors."""
     if host.is_marked(tensor):
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -250,11 +251,12 @@ def _in_factory() -> Iterator[None]:
 def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        on_host = kwargs.get("device") is None and not _len_torch_function_stack()  # no `with torch.device(...)`
+        # The stack is not empty inside `with torch.device(...)`.
+        on_host = kwargs.get("device") is None and not _len_torch_function_stack()
         if kwargs.get("out") is not None or _n_launches or not (pin_memory or on_host):
             tensor = original(*args, **kwargs)
             if original is _tensor and _watch is not None:
-                _watch.wait()  # its data come from unpinned host memory
+                _watch.wait()  # the data are copied from unpinned host memory, so the host waits
             return tensor
         with _in_factory():
             tensor = original(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""Server processes: command lines of the arms, ports, start and stop, and documents of measurements."""
+"""Server processes: command lines of a benchmark's servers, ports, start and stop, and files of measurements."""

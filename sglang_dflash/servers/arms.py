@@ -1,4 +1,4 @@
-"""Arms of a benchmark that it launches: the same server flags without speculation, or with one of several workers.
+"""Arms of a benchmark: the servers that it starts and compares. All share their flags except for speculation.
 
 An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE` for additional environment variables. Flags are those of
 `python -m sglang.launch_server`, as in a model card. Flags that do not begin with `--speculative-` apply to all arms.
@@ -24,7 +24,7 @@ ANNOUNCEMENT = " serves DFLASH: "
 OFF, MTP, STOCK, OURS = ARMS = ("off", "mtp", "stock", "ours")
 SERVE = (sys.executable, "-m", "sglang.launch_server")
 SPECULATIVE = "--speculative-"
-# Fields of config.json with the number of layers of a target's own drafter.
+# Fields of config.json with the number of MTP layers, a target's own drafter.
 MTP_FIELDS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -40,10 +40,10 @@ class ServerCommand(NamedTuple):
 def launches(
     names: Sequence[str], flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}
 ) -> list[ServerCommand]:
-    """Return the arms in the order of `ARMS`; without names, all that the model supports.
+    """Return the commands of the arms in the order of `ARMS`; if `names` is empty, of all that the model supports.
 
     Args:
-        flags: those of a DFLASH server.
+        flags: flags of a DFLASH server.
         mtp_steps: drafts per step of the arm `mtp`.
         env: environment variables of all arms.
 

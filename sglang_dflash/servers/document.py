@@ -1,4 +1,4 @@
-"""Documents of measurements: their description of machine, versions and commit, and their file.
+"""JSON files of measurements (documents), with a header that describes machine, versions and commit.
 
 No document contains the host's name, or a path on it.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-CHECKOUT = Path(__file__).parents[2]  # if the package is not in site-packages
+CHECKOUT = Path(__file__).parents[2]  # the repository, unless the package is in site-packages
 PACKAGES = ("sglang", "torch", "transformers", "triton", "flashinfer-python", "sglang-kernel", "sglang-dflash")
 
 
@@ -37,7 +37,7 @@ def head(benchmark: str, command: str) -> dict[str, Any]:
 
 
 def write(document: Mapping[str, Any], path: Path) -> str:
-    """Save the document. Returns its path, relative to the repository if it is inside."""
+    """Save the document. Returns `path`, made relative to the repository if it lies inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     return str(path).removeprefix(f"{CHECKOUT}/")
@@ -50,7 +50,7 @@ def portable(text: str) -> str:
 
 
 def inherited() -> dict[str, str]:
-    """Return the variables of this process that affect a server."""
+    """Return the environment variables of this process that affect a server."""
     return {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "OMP_", "CUDA_VISIBLE_DEVICES"))}
 
 

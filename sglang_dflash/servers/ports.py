@@ -24,7 +24,7 @@ CLAIMS: dict[int, socket.socket] = {}
 
 
 def claim(port: int) -> bool:
-    """Reserve `port` for this process. Returns whether no other process holds it."""
+    """Reserve `port` for this process. Returns False if another process holds the port."""
     if port not in CLAIMS:
         udp = socket.socket(type=socket.SOCK_DGRAM)
         try:

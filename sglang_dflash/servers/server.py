@@ -1,6 +1,6 @@
 """SGLang server as a child process: start, wait until ready, send requests, and stop all its processes.
 
-Benchmarks, demo and tests use it. The command line selects model and flags.
+Benchmarks, demo and tests use this class. The caller's command selects model and flags.
 """
 
 import os
@@ -23,9 +23,9 @@ from sglang_dflash.servers.ports import HOST, port_is_free
 if TYPE_CHECKING:
     from openai import OpenAI
 
-GRACE_S = 20.0  # seconds after a signal; SGLang ends within about five seconds of SIGTERM
+GRACE_S = 20.0  # seconds to wait after a signal; SGLang ends within about five seconds of SIGTERM
 REQUEST_TIMEOUT_S = 300.0  # a step of a tiny model takes milliseconds, so minutes mean that the server hangs
-START_TIMEOUT_S = 1200.0  # against hangs only: a start takes a minute of CPU, and a dead process is noticed at once
+START_TIMEOUT_S = 1200.0  # seconds, only against hangs: a start takes about a minute, and a death is noticed earlier
 # The server closes connections that are idle for 5 s. A request on a connection that closes at that moment would fail.
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
 
@@ -110,7 +110,7 @@ class Server:
     # ---------------------------------------------------------------------------------------------- the process
 
     def start(self) -> None:
-        """Spawn the process and return at once.
+        """Spawn the process and return without waiting for the server.
 
         Raises:
             ServerError: the port is taken.

@@ -1,9 +1,9 @@
 """Endless, seeded chat corpus for the tiny pairs: twelve kinds of question, each answered in a fixed form.
 
 Every text is generated from the word lists below, so no text is stored and no licence applies. A question determines
-its answer, except in `story`, which has several right continuations for sampling.
+its answer, except in `story`: there several continuations are right, for tests of sampling.
 
-Independent of tokens and models.
+This module uses no tokenizer and no model.
 """
 
 import hashlib
@@ -249,7 +249,7 @@ def is_held_out(prompt: str) -> bool:
 
 
 def draw(random: Random, *, held_out: bool = False, task: str | None = None) -> Exchange:
-    """Return an exchange of the training part, or of the held-out part; `task`: its kind, random by default."""
+    """Return an exchange of the training part, or of the held-out part; `task`: a key of `TASKS`, random by default."""
     while True:
         name = task or random.choice(list(TASKS))
         prompt, answer = TASKS[name](random)

@@ -1,6 +1,6 @@
 """Tiny trained pairs of this package, and the flags that serve them without an accelerator.
 
-The demo, the benchmarks and the tests share these flags, and the check of a server's worker.
+The demo, the benchmarks and the tests share these flags and `require_worker`.
 """
 
 from enum import StrEnum
@@ -30,7 +30,7 @@ DENSE_2 = DENSE._replace(draft=ASSETS / "tiny_dense" / "draft2")
 
 
 class Arm(StrEnum):
-    """Decoder of a server."""
+    """Kind of decoding that a server runs."""
 
     OFF = "off"  # one token a step
     STOCK = "stock"  # SGLang's built-in DFLASH worker
@@ -41,7 +41,7 @@ ARMS = (Arm.OFF, Arm.STOCK, Arm.PLUGIN)  # the default comparison
 
 
 # Answers are compared exactly, which needs fp32: in bf16 a tiny model has near ties. Pools have explicit sizes, because
-# SGLang would allocate gigabytes of host memory. An idle server must not use CPU while another one is measured.
+# by default SGLang allocates gigabytes of host memory. An idle server must not use CPU while another one is measured.
 FLAGS = (
     *("--device", "cpu"),
     *("--attention-backend", "torch_native"),
@@ -80,5 +80,5 @@ def environment(arm: Arm) -> dict[str, str]:
 
 
 def require_worker(arm: Arm, server: Server) -> None:
-    """Check that the server's worker is that of its arm, or raise ServerError."""
+    """Check that the server runs the worker of `arm`, or raise ServerError."""
     arms.require_worker(server, ours=arm is Arm.PLUGIN)

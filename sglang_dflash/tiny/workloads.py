@@ -1,7 +1,7 @@
 """Workloads with different acceptance rates of the tiny pair's drafts, for measuring widths and copies.
 
-`hard`: drafts are accepted less often than for held-out questions. `hopeless`: hardly ever. `repeating`: the context
-already contains the answer.
+`hard`: drafts are accepted less often than for held-out questions. `hopeless`: drafts are hardly ever accepted.
+`repeating`: the context already contains the answer.
 """
 
 from random import Random
@@ -22,9 +22,9 @@ ABOUT = (
     *("tax law", "jazz", "photosynthesis", "bicycle repair", "black holes", "learning to swim"),
 )
 HOPELESS = "random tokens, no chat template; answers of 48 tokens, past their end"
-HOPELESS_TOKENS = 32  # tokens of a prompt
-HOPELESS_ANSWER = 48  # tokens
-WORDS = range(300, 1000)  # token ids of text, without special tokens
+HOPELESS_TOKENS = 32  # length of a prompt in tokens
+HOPELESS_ANSWER = 48  # length of an answer in tokens
+WORDS = range(300, 1000)  # token ids, none of a special token
 REPEATING = "conversations that ask a question of the tiny corpus four times over"
 N_TIMES = 4
 
@@ -46,7 +46,7 @@ def hard_questions(n: int) -> list[str]:
 
 
 def repeating_conversations(n: int) -> list[list[Message]]:
-    """Return enough conversations for about `n` prompts; the model's answers are still missing."""
+    """Return conversations with about `n` prompts in total. They have only user turns, without the model's answers."""
     random = Random(SEED)
     questions = [draw(random, held_out=True)[1] for _ in range(max(n // N_TIMES, 1))]
     return [asked(*[question] * N_TIMES) for question in questions]

@@ -23,7 +23,7 @@ Line = dict[str, Any]  # messages, and perhaps tools and chat_template_kwargs
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of answers. Every second prompt is answered at `temperature`, the others greedily."""
+    """Sampling parameters. Prompts of odd number are answered at `temperature`, prompts of even number greedily."""
 
     temperature: float = 0.7
     max_tokens: int = 256
@@ -31,15 +31,15 @@ class Sampling:
 
 
 def name_of(line: Line) -> str:
-    """Return a digest, 16 hex digits, of a conversation without its answer, with tools and template variables."""
+    """Return a digest, 16 hex digits, of a line without its answer: messages, tools and template variables."""
     return sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_prompts(path: Path) -> list[Line]:
-    """Return the lines of a .jsonl file.
+    """Return the conversations of a .jsonl file.
 
     Raises:
-        ValueError: a line is no conversation that ends in a turn of the user or of a tool; the error names the line.
+        ValueError: a line is no conversation, or its last turn is not the user's or a tool's. The error names the line.
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -107,7 +107,7 @@ async def write_answers(
         The number of lines written.
 
     Raises:
-        openai.APIError: the server refuses a prompt. Lines written before remain.
+        openai.APIError: the server refuses a prompt. Lines that are already written remain.
     """
     model = (await client.models.list()).data[0].id
     done = set(answered(out))

@@ -1,7 +1,7 @@
-"""Conversations as SGLang renders them with a chat template, split into the assistant's turns and the rest.
+"""Conversations as SGLang renders them with a chat template, split into the assistant's turns and all other text.
 
 SGLang drops null fields, replaces null content by an empty text, and decodes the arguments of tool calls. It passes
-tools with every field of its own schema, and the fields of `chat_template_kwargs` as variables of the template.
+tools with every field of SGLang's own schema, and the fields of `chat_template_kwargs` as variables of the template.
 """
 
 import json
@@ -23,7 +23,7 @@ MESSAGE_KEYS = (*USER_KEYS, "name", "reasoning_content", "tool_calls", "tool_cal
 
 
 def require_keys(found: Iterable[str], allowed: Sequence[str], where: str) -> None:
-    """Check that no key is given that would be ignored.
+    """Check that all keys are known, because unknown keys would be ignored.
 
     Raises:
         ValueError: a key is not in `allowed`; `where` names the object in the message.
@@ -37,7 +37,7 @@ def require_line(row: dict[str, Any]) -> None:
     """Check the keys of a line with a conversation, and the types of their values.
 
     Raises:
-        ValueError: a key is unknown, or its value has another type.
+        ValueError: a key is unknown, or a value has the wrong type.
     """
     require_keys(row, LINE_KEYS, "a line with messages")
     if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"]):
@@ -55,8 +55,8 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
         row: a line of the file: messages, optionally tools and chat_template_kwargs.
 
     Raises:
-        ValueError: the line cannot be used.
-        TypeError, KeyError: the template fails on it.
+        ValueError: the target has no chat template, the line is invalid, or the template changes earlier turns later.
+        TypeError, KeyError: the template fails on the line.
     """
     if tokenizer.chat_template is None:
         raise ValueError('this target has no chat template; give {"prompt", "response"} instead of {"messages"}')
@@ -86,7 +86,7 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]], variables: dict[str, Any]
 ) -> str:
-    """Return the rendered chat template. If it fails on tools, it gets only their `function` objects."""
+    """Return the rendered chat template. If it fails with `tools`, it is rendered with their `function` objects."""
 
     def applied(tools: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **variables))
@@ -103,7 +103,7 @@ def served(message: Message) -> Message:
     """Return a message as SGLang passes it to the chat template.
 
     Raises:
-        ValueError: a key is unknown, the content is no text, or arguments are no JSON object.
+        ValueError: a key is unknown, the content is no text, or a tool call's arguments are no JSON object.
         KeyError: the message has no role.
     """
     found = {"role": message["role"]} | {key: value for key, value in message.items() if value is not None}
@@ -122,7 +122,7 @@ def served_call(call: dict[str, Any], *, decode: bool) -> dict[str, Any]:
 
     Raises:
         ValueError: a key is unknown, or the arguments are no JSON object.
-        KeyError: there is no function.
+        KeyError: the tool call has no function.
     """
     require_keys(call, ("id", "index", "type", "function"), "a tool call")
     require_keys(call["function"], ("name", "arguments"), "the function of a tool call")
@@ -139,7 +139,7 @@ def served_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return tools as SGLang passes them to the chat template.
 
     Raises:
-        ValueError: one of them is no tool of the OpenAI API.
+        ValueError: an entry of `tools` is no tool of the OpenAI API.
     """
     if not tools:
         return []

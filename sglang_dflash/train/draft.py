@@ -1,9 +1,7 @@
 """Training of a DFlash draft: the target reads text, and the draft learns to predict the target's next tokens.
 
-For a bf16 target the forward runs in bf16. Weights, gradients and moments stay fp32, because bf16 would round small
-updates away. The draft is saved in the target's dtype.
-
-Independent of the source of the rows and of the draft's use.
+For a bf16 target the forward runs in bf16. Weights, gradients and AdamW's moments stay fp32, because bf16 would round
+small updates away. The draft is saved in the target's dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +29,11 @@ from sglang_dflash.train.sizes import Second
 from sglang_dflash.train.start import initialised, start_from
 from sglang_dflash.train.tokens import Rows
 
-# Tokens drawn at random in each step if not all are scored. About 50 steps cover a vocabulary of 50,000, so a token
-# that the draft wrongly prefers is soon scored.
+# Number of random tokens that each step scores if it does not score the whole vocabulary. About 50 steps cover a
+# vocabulary of 50,000, so a token that the draft wrongly prefers is soon scored.
 N_OTHERS = 1024
 
-RowsAt = Callable[[int], Rows]  # batch of a step; must depend only on the step
+RowsAt = Callable[[int], Rows]  # returns a step's batch, which must depend only on the step
 
 
 class Data(NamedTuple):
@@ -45,7 +43,7 @@ class Data(NamedTuple):
     held_out: Sequence[Rows]
     prompts: Sequence[torch.Tensor]  # int64 [1, tokens] each, from held-out text
     facts: dict[str, Any]  # settings that the rows depend on
-    frequent: torch.Tensor | None = None  # int64, tokens scored in every step; None: all
+    frequent: torch.Tensor | None = None  # int64, tokens scored in every step; None: the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Settings:
     """Settings of a draft's training and evaluation."""
 
     n_anchors: int = 32  # blocks per row
-    gamma: float | None = None  # decay of the weights along the block, in slots; None: the paper's for this block size
+    gamma: float | None = None  # decay of the loss weights along the block, in slots; None: `default_gamma`
     seed: int = 0
     from_target: bool = False  # start from the target's last layers, where names and shapes agree
     eval_tokens: int = 64  # tokens per answer when acceptance is measured
@@ -75,7 +73,7 @@ class BlockLoss(nn.Module):
 
 
 class DraftRun:
-    """A draft in training, with its target and settings, but without the data."""
+    """Draft in training, with its target and settings. Methods get the data as arguments."""
 
     def __init__(
         self,
@@ -119,7 +117,10 @@ class DraftRun:
         return random_anchors(rows.is_response_RL, self.settings.n_anchors, generator)
 
     def scored(self, step: int) -> torch.Tensor | None:
-        """Return the tokens that a step scores besides the labels, int64: frequent and random ones; None: all."""
+        """Return the tokens that a step scores besides the labels, int64: frequent and random tokens.
+
+        None: the whole vocabulary is scored.
+        """
         if self.frequent is None:
             return None
         generator = torch.Generator().manual_seed(Random(f"scored/{self.settings.seed}/{step}").getrandbits(63))
@@ -132,7 +133,7 @@ class DraftRun:
         return torch.autocast(self.draft.device.type, torch.bfloat16, enabled=half)
 
     def loss(self, rows: Rows, step: int) -> torch.Tensor:
-        """Return this process's part of the batch's loss, a scalar; the mean over processes is the loss.
+        """Return this process's part of the batch's loss, a scalar. The mean over processes is the batch's loss.
 
         Args:
             rows: the whole batch, on the CPU. Each process takes its share of the rows and of their anchors.
@@ -146,7 +147,7 @@ class DraftRun:
 
     @torch.no_grad()
     def report(self, data: Data) -> Report:
-        """Return loss and acceptance on held-out text; each process evaluates its share."""
+        """Return loss and acceptance on held-out text; each process evaluates its share of the text."""
         self.draft.eval()
         device, mine = self.target.device, slice(self.ranks.rank, None, self.ranks.n)
         sums, agreeing = torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
@@ -161,7 +162,7 @@ class DraftRun:
         return on_text | (self.acceptance(data.prompts) if data.prompts else {})
 
     def acceptance(self, prompts: Sequence[torch.Tensor]) -> Report:
-        """Return the acceptance while the target answers prompts; each process generates for its share."""
+        """Return the acceptance while the target answers prompts; each process generates for its share of them."""
         options = Options(max_new_tokens=self.settings.eval_tokens, stop_token_ids=stop_token_ids(self.target))
         counted = n_surviving(self.draft, self.target, prompts[self.ranks.rank :: self.ranks.n], options)
         accepted = acceptance(self.ranks.total(counted))
@@ -188,7 +189,8 @@ def draft_config_for(
     """
     text = target.config.get_text_config()
     fields = text.to_dict()
-    theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)  # the target's, if it has only one
+    # Targets with several thetas have none under this name, so the default applies.
+    theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)
     n_target = text.num_hidden_layers
     last = n_target - 2
     spread = tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))

@@ -1,8 +1,8 @@
 """Evaluation of a draft on text it was not trained on.
 
-On held-out text: the loss, and the share of response tokens that are the target's own choice. If this share is low, the
-text teaches little. In generation: the target answers held-out prompts speculatively, step by step as `spec_generate`
-does, and accepted drafts are counted.
+On held-out text the loss is measured, and the share of response tokens that are the target's own choice. If this share
+is low, a draft learns little from the text. In generation the target answers held-out prompts speculatively, step by
+step as in `spec_generate`, and accepted drafts are counted.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def n_surviving(
     """Return the number of steps that accepted at least n drafts, for n = 0..N-1: int64 [N], on the target's device.
 
     Args:
-        prompts: int64 [1, tokens] each. The prompt's own step has no drafts and is not counted.
+        prompts: int64 [1, tokens] each. The step that reads the prompt has no drafts and is not counted.
     """
     N = options.block_size or draft.config.block_size
     count_N = torch.zeros(N, dtype=torch.int64, device=target.device)

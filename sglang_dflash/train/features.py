@@ -1,9 +1,8 @@
 """The target's argmax after each token of the training text, and its features: computed, or cached on disk.
 
-A cache holds both for every document, so the target reads each document only once. The cache also stores the settings
-it was made with and rejects others. An interrupted filling resumes where it stopped.
-
-Independent of drafts.
+A cache holds both for every document, so the target reads each document only once. The cache also stores its settings
+(target, text, layers, dtype), and is rejected if they differ from the run's. If filling the cache is interrupted, the
+next run continues with the missing documents.
 """
 
 import json
@@ -34,13 +33,13 @@ FACTS, FEATURES, CHOICES, DONE = "cache.json", "features.bin", "choices.bin", "d
 
 @torch.no_grad()
 def read_rows(target: PreTrainedModel, rows: Rows, layer_ids: Sequence[int]) -> Reading:
-    """Run the target over rows on its device."""
+    """Run the target over rows, which must be on the target's device."""
     out = target(input_ids=rows.ids_RL, use_cache=False, output_hidden_states=True)
     return out.logits.argmax(-1), target_features(out.hidden_states, layer_ids)
 
 
 def weights_digest(module: nn.Module) -> str:
-    """Return a digest of weights, 16 hex digits, from about a thousand values of each tensor."""
+    """Return a digest of a module's weights, 16 hex digits, from about a thousand values of each tensor."""
     digest = sha256()
     for name, parameter in sorted(module.named_parameters()):
         flat = parameter.detach().flatten()
@@ -90,7 +89,7 @@ class FeatureCache:
             say: prints a line for the user.
 
         Raises:
-            ValueError: existing files belong to others, or the disk has no room.
+            ValueError: existing files belong to another target, text or layers, or the disk has no room.
         """
         n_bytes, facts = sum(self.sizes.values()), self.facts
         if (self.folder / FACTS).exists():
@@ -118,7 +117,7 @@ class FeatureCache:
         (self.folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
 
     def fill(self, ranks: Ranks) -> None:
-        """Let the target read the missing documents; each process takes its share."""
+        """Let the target read the missing documents; each process reads its share of them."""
         features_TC, choices_T, done = self._mapped
         missing = [i for i in range(ranks.rank, len(self.documents), ranks.n) if not done[i]]
         for i in track(missing, "target reads", disable=not (ranks.is_first and missing)):

@@ -6,7 +6,7 @@ state, and a resumed run equals an uninterrupted one in weights and log.
 Weights and moments are fp32, even if the forward runs in bf16. With several processes the caller's loss averages the
 gradients (DistributedDataParallel), and only the first process writes and prints.
 
-Independent of the model: it takes a module, and a function from the step to its loss.
+The loop is independent of the model: it takes a module, and a function that returns a step's loss.
 """
 
 import json
@@ -33,12 +33,12 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 class TrainRecipe:
     """Schedule and optimiser settings: one cosine cycle, or several."""
 
-    steps: int  # of the first cycle
+    steps: int  # number of steps of the first cycle
     learning_rate: float  # peak of the first cycle
-    more_cycles: tuple[tuple[int, float], ...] = ()  # (steps, peak learning rate) of each
+    more_cycles: tuple[tuple[int, float], ...] = ()  # (number of steps, peak learning rate) of each further cycle
     warmup_steps: int = 50  # per cycle
-    final_rate: float = 0.02  # end of the cosine, as a fraction of the peak
-    weight_decay: float = 0.1  # of matrices only
+    final_rate: float = 0.02  # learning rate at a cycle's end, as a fraction of the peak
+    weight_decay: float = 0.1  # applies to matrices only
     max_grad_norm: float = 1.0
     save_every: int = 200
     report_every: int = 100
@@ -94,12 +94,12 @@ def _difference(name: str, was: Any, now: Any) -> str:
 
 @dataclass
 class Run:
-    """State of a run between two steps; `step` is the next one."""
+    """State of a run between two steps; `step` is the number of the next step, from 0."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     step: int
-    losses: list[float]  # since the last report
+    losses: list[float]  # one per step since the last report
 
     def save(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Write the state to `path`, replacing the file atomically."""
@@ -166,10 +166,10 @@ def train(
 
     Args:
         loss_at: returns a step's scalar loss, a pure function of step and weights whose gradient reaches the module.
-        name: shown in the progress bar and in reports.
+        name: text shown in the progress bar and in reports.
         report: called every `recipe.report_every` steps and at the end; its numbers are printed and logged.
-        facts: further settings that the run depends on, of plain types; a checkpoint with others is rejected.
-        ranks: the processes; the mean of their losses is the batch's.
+        facts: further settings that the run depends on, of plain types. A checkpoint with other settings is rejected.
+        ranks: processes of the run. The batch's loss is the mean of their losses.
         stop_after: step at which to write a checkpoint and stop, as an interruption would; the schedule is unchanged.
 
     Raises:
@@ -178,7 +178,7 @@ def train(
     run = Run(module, adamw(module, recipe), step=0, losses=[])
     checkpoint, facts = folder / CHECKPOINT, recipe.facts | dict(facts or {})
     run.load(checkpoint, facts)
-    ranks.wait()  # all processes read the checkpoint before one overwrites it
+    ranks.wait()  # all processes must have read the checkpoint before the first process overwrites it
     log = Log(folder / LOG, run, ranks)
     last = min(recipe.total_steps, stop_after or recipe.total_steps)
     console = Console(highlight=False, quiet=not ranks.is_first)

@@ -1,11 +1,11 @@
 """Training objective of DFlash (arXiv 2602.06036): at random anchors, predict the block that follows.
 
 A block is the anchor and mask tokens. Its labels are the target's argmax after each token of the text, from one forward
-pass over the text. Labels are valid up to the first one that differs from the text, because after it the target would
-have read another token. Slots are weighted by exp(-(slot - 1) / gamma), because a wrong slot also rejects all later
-ones.
+pass over the text. Labels are valid up to the first label that differs from the text: later labels depend on the text's
+token, which the target would not have chosen. Slots are weighted by exp(-(slot - 1) / gamma), because a wrong slot also
+rejects all later slots.
 
-A DFlash 2 draft has a second loss: the selector's choice among a slot's candidates, given the label of the slot before.
+A DFlash 2 draft has a second loss: the selector's choice among a slot's candidates, given the previous slot's label.
 A label that is not a candidate replaces the worst candidate, so that every slot contributes.
 
 Shapes: R rows of L tokens, A anchors per row, N slots per block, D = N - 1 drafts, K candidates.
@@ -21,27 +21,27 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.model.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
 
-ROWS_AT_ONCE = 128  # slots; 25 MB of fp32 logits at 49,152 tokens, which fit into a CPU's cache
+ROWS_AT_ONCE = 128  # slots scored at once; with 49,152 tokens their fp32 logits take 25 MB and fit into a CPU's cache
 
 
 class Blocks(NamedTuple):
     """Blocks to predict, each from the context before its anchor."""
 
-    anchor_RA: torch.Tensor  # int64, position of the anchor, which is also the number of context tokens
+    anchor_RA: torch.Tensor  # int64, position of the anchor, equal to the number of context tokens
     tokens_RAN: torch.Tensor  # int64, anchor, mask, mask, ...
     labels_RAD: torch.Tensor  # int64, the target's argmax for slots 1..D
     is_valid_RAD: torch.Tensor  # bool, whether the label exists and all labels before it equal the text
 
 
 def default_gamma(block_size: int) -> float:
-    """Return the paper's decay for 8, 10 and 16 tokens, and about the same fraction of any other block size."""
+    """Return the paper's gamma for blocks of 8, 10 and 16 tokens, and 0.45 times the size for other blocks."""
     return {8: 4.0, 10: 5.0, 16: 7.0}.get(block_size, max(1.0, 0.45 * block_size))
 
 
 def random_anchors(is_response_RL: torch.Tensor, n_anchors: int, generator: torch.Generator) -> torch.Tensor:
     """Draw `n_anchors` different positions per row, each a response token followed by another: int64 [R, A].
 
-    A row with fewer such tokens gets other positions too, for which `make_blocks` has no valid label.
+    If a row has fewer such tokens, other positions are added. `make_blocks` marks their labels as invalid.
     """
     follows_RL = is_response_RL & torch.cat([is_response_RL[:, 1:], torch.zeros_like(is_response_RL[:, :1])], dim=1)
     score_RL = torch.rand(is_response_RL.shape, generator=generator).to(is_response_RL.device)
@@ -71,10 +71,10 @@ def make_blocks(
 
 
 class Slots(NamedTuple):
-    """The valid slots of blocks, one row each."""
+    """Slots with a valid label, one row per slot."""
 
-    hidden: torch.Tensor  # [valid, H], the draft's
-    before: torch.Tensor  # int64 [valid], label of the slot before, or the anchor
+    hidden: torch.Tensor  # [valid, H], the draft's hidden states
+    before: torch.Tensor  # int64 [valid], label of the previous slot; for slot 1 the anchor
     labels: torch.Tensor  # int64 [valid]
     weights: torch.Tensor  # fp32 [valid]
 
@@ -92,7 +92,7 @@ def block_hidden(
 
 
 def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slots:
-    """Return the slots with a valid label, weighted by their place in the block."""
+    """Return the slots with a valid label, weighted by their index in the block."""
     D, valid = blocks.labels_RAD.shape[-1], blocks.is_valid_RAD
     decay_D = torch.exp(-torch.arange(D, device=hidden_RADH.device) / gamma)
     before_RAD = torch.cat([blocks.tokens_RAN[..., :1], blocks.labels_RAD[..., :-1]], dim=-1)
@@ -105,23 +105,23 @@ class Head(NamedTuple):
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
-    tokens_V: torch.Tensor | None  # int64, sorted, tokens of these rows; None: all
+    tokens_V: torch.Tensor | None  # int64, sorted, token ids of the rows; None: the whole vocabulary
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., V] for `hidden` [..., H], as `model.generate.draft_logits`."""
+        """Return logits [..., V] for `hidden` [..., H]; for a whole head as `model.generate.draft_logits` does."""
         return F.linear(hidden.to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `tokens`, int64; each must be in this head."""
+        """Return the row indices of `tokens`, int64. Every token must have a row in this head."""
         return tokens if self.tokens_V is None else torch.searchsorted(self.tokens_V, tokens)
 
     def tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of `rows`, int64."""
+        """Return the token ids of the row indices `rows`, int64."""
         return rows if self.tokens_V is None else self.tokens_V[rows]
 
 
 def head_of(target: PreTrainedModel, tokens: torch.Tensor | None = None) -> Head:
-    """Return the target's head; with `tokens`, int64 and possibly repeated, only their rows."""
+    """Return the target's head. If `tokens` are given (int64, possibly repeated), it has only their rows."""
     head = target.get_output_embeddings()
     if tokens is None:
         return Head(head.weight, head.bias, None)
@@ -175,8 +175,8 @@ def block_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed loss of the valid slots and the sum of their weights, fp32 scalars; their quotient is the loss.
 
-    Several processes sum both before they divide. Logits exist for `ROWS_AT_ONCE` slots at a time: their gradient is
-    computed in the forward pass, so the backward pass does not read the frozen head.
+    If there are several processes, both sums are added over processes before the division. Logits exist for
+    `ROWS_AT_ONCE` slots at a time. Gradients are computed in the forward pass, so the backward pass needs no logits.
 
     Args:
         tokens: int64, tokens to score besides the labels; None: the whole vocabulary.

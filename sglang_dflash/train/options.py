@@ -1,4 +1,4 @@
-"""Options of `sglang-dflash train`. Imports no torch, so that `--help` is printed at once."""
+"""Options of `sglang-dflash train`. This module does not import torch, so that `--help` is printed without delay."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -20,7 +20,7 @@ SEED: dict[str, Any] = {"type": int, "default": 0, "help": "seed of all random d
 
 
 def layer_ids(text: str) -> tuple[int, ...]:
-    """Parse `1,9,17`."""
+    """Parse layer numbers separated by commas, such as `1,9,17`."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ArgumentTypeError(f"{text!r} is not a list of layer numbers; write it like 1,9,17,25,33")

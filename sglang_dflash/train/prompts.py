@@ -1,7 +1,7 @@
 """Prompts for a target to answer: user turns that the target itself writes, and tasks about code and text.
 
-A chat model that continues the header of a user turn writes a typical question. `OPENINGS` add variety. Tasks take
-functions and documentation from installed Python packages.
+A chat model that continues the header of a user turn writes a typical question. `OPENINGS` are first words of
+questions, which add variety. Tasks take functions and documentation from installed Python packages.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
 """Processes of one training run, as `torchrun` starts them: rank, sums over all processes, a barrier.
 
-The batch of a step does not depend on the number of processes; each takes its share of the rows. So runs with different
-numbers of processes differ only in the order of float additions, and a run may resume with another number.
-
-Independent of the model.
+The batch of a step does not depend on the number of processes. Each process takes its share of the rows. So runs with
+different numbers of processes differ only in the order of float additions, and a run may resume with another number of
+processes.
 """
 
 import os
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank of this process among `n`."""
+    """Rank of this process among the run's `n` processes."""
 
     rank: int
     n: int
@@ -36,7 +35,7 @@ class Ranks:
         return summed
 
     def wait(self) -> None:
-        """Wait until all processes have called this."""
+        """Wait until all processes have called `wait` (a barrier)."""
         if self.n > 1:
             dist.barrier()
 
@@ -46,7 +45,7 @@ ALONE = Ranks(rank=0, n=1)
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[Ranks, torch.device]]:
-    """Join the process group that torchrun started, if any; yield this process's rank and device.
+    """Join the process group if torchrun started this process, and yield the process's rank and device.
 
     Under torchrun, `device` "cuda" becomes the process's own GPU.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Second:
-    """The sizes of a DFlash 2 draft, under their names in config.json; z-lab's published ones by default."""
+    """Sizes of a DFlash 2 draft, named as in config.json. The defaults are those of z-lab's published drafts."""
 
     conv_kernel_size: int = 2
     conv_group_size: int = 16

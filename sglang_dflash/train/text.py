@@ -6,8 +6,6 @@ A `.txt` file is one long text. Every line of a `.jsonl` file is one of
     {"messages": [{"role", "content"}, ...]}  rendered with the tokenizer's chat template; assistant turns are responses
 A line with messages may also have "tools" and "chat_template_kwargs", as in a request to the server. Drafts are trained
 on responses only.
-
-Independent of models.
 """
 
 import json
@@ -63,7 +61,7 @@ class Batches:
         self.n_rows = n_rows
         self.pad_id = pad_id
         self.seed = seed
-        self.order_of = lru_cache(maxsize=2)(self._order_of)  # a batch may reach into the next epoch
+        self.order_of = lru_cache(maxsize=2)(self._order_of)  # a batch may have documents of two successive epochs
 
     def at(self, step: int) -> Rows:
         """Return the batch of a step. Each epoch has each document once, in a new order."""
@@ -72,7 +70,7 @@ class Batches:
 
     @property
     def held_out(self) -> list[Rows]:
-        """Return the held-out documents one per batch, so that any number of processes can share them."""
+        """Return the held-out documents, one per batch, so that any number of processes can share the batches."""
         return [self._rows([i]) for i in self.held_out_documents]
 
     def prompts(self, n: int) -> list[torch.Tensor]:
@@ -80,7 +78,7 @@ class Batches:
         return [torch.tensor([self.documents[i].prompt]) for i in self.held_out_documents[:n]]
 
     def most_frequent(self, n: int) -> torch.Tensor:
-        """Return the at most `n` most frequent tokens of training responses, int64."""
+        """Return the `n` most frequent tokens of training responses, or all tokens if there are fewer, int64."""
         documents = (self.documents[i] for i in self.trained_documents)
         counts = Counter(token for document in documents for token in compress(*document))
         return torch.tensor([token for token, _ in counts.most_common(n)])

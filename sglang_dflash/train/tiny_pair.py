@@ -1,7 +1,7 @@
 """Training of the tiny pairs from random weights: tokenizer, a Qwen3.5-style hybrid or Qwen3 dense target, its draft.
 
-A pair trains on one CPU core in about an hour and takes a few megabytes in the package. Tests and the demo use it where
-they need real acceptance.
+A pair trains on one CPU core in about an hour and takes a few megabytes in the package. Tests and the demo use the
+pairs, because their drafts are accepted as those of real models are.
 """
 
 import json
@@ -36,7 +36,7 @@ Kind = Literal["hybrid", "dense"]
 
 VOCAB_SIZE = 1024
 PAD, START, END, MASK = range(4)  # ids of SPECIAL_TOKENS
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"]  # the last is the draft's
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"]  # only the draft uses the last
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -46,8 +46,8 @@ PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|\s+(?!\S)|\s+"
 
 CONTEXT_LENGTH = 4096
 PROMPT_WEIGHT = 0.1  # weight of a prompt token's loss; a response token's is 1
-SHORT, LONG = (4, 256), (1, 1024)  # rows, tokens of a batch
-LONG_EVERY = 4  # batches, one of them long
+SHORT, LONG = (4, 256), (1, 1024)  # number of rows and tokens per row of a batch
+LONG_EVERY = 4  # every 4th batch is one long row
 
 RECIPES: dict[Kind, TrainRecipe] = {
     "hybrid": TrainRecipe(steps=3000, learning_rate=3e-3, warmup_steps=100, more_cycles=((1200, 2e-3),)),
@@ -83,7 +83,7 @@ def chat_tokens(exchange: corpus.Exchange, tokenizer: PreTrainedTokenizerFast) -
 
 
 def chat_rows(tokenizer: PreTrainedTokenizerFast, seed: str, shape: tuple[int, int], *, held_out: bool = False) -> Rows:
-    """Return packed exchanges of `shape` (rows, tokens), which depend only on the arguments."""
+    """Return packed exchanges of `shape` (rows, tokens). Equal arguments give equal rows."""
     random = Random(seed)
     n_rows, length = shape
     endless = (chat_tokens(corpus.draw(random, held_out=held_out), tokenizer) for _ in iter(int, 1))
@@ -120,7 +120,7 @@ def make_target(kind: Kind) -> PreTrainedModel:
 
 
 def give_memory(gated_delta_net: nn.Module) -> None:
-    """Initialise states that decay over 10 to 1,000 tokens; Transformers' initial values decay within one token."""
+    """Initialise gates so that states decay over 10 to 1,000 tokens, not within one token as in Transformers."""
     parameters = dict(gated_delta_net.named_parameters())
     time_step = torch.exp(torch.empty_like(parameters["dt_bias"]).uniform_(math.log(1e-3), math.log(1e-1)))
     inverse_softplus = time_step + torch.log(-torch.expm1(-time_step))
@@ -189,7 +189,7 @@ SECOND = Second(selector_rank=32, selector_top_k=8)
 
 
 class TaskAcceptance(NamedTuple):
-    """Acceptance length of one task, or of all."""
+    """Acceptance length of one task, or of all tasks together."""
 
     task: str
     mean_committed: float
@@ -206,7 +206,7 @@ def make_pair(
 ) -> None:
     """Train `out`/target and `out`/draft, resuming from checkpoints there.
 
-    Recipes: None: those of the shipped pair of this kind.
+    If a recipe is None, the recipe of the shipped pair of this kind is used.
     """
     train_target(kind, out / "target", target_recipe or RECIPES[kind], seed)
     make_draft(out, kind, seed=seed, recipe=draft_recipe)
@@ -217,7 +217,7 @@ def make_draft(
 ) -> None:
     """Train a draft for `out`/target: `out`/draft, or with `second` the DFlash 2 draft `out`/draft2.
 
-    Both use the same text, and by default the same number of steps.
+    Both kinds of draft are trained on the same text, and by default for the same number of steps.
     """
     # The draft learns from the saved weights, in fp32 so that labels are exactly the target's choices.
     target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
@@ -243,7 +243,7 @@ def make_draft(
 
 
 def draft_folder(*, second: bool) -> str:
-    """Return the name of a draft's folder; the two drafts of a pair share the target."""
+    """Return the folder name of the DFlash draft, or if `second` of the DFlash 2 draft. Both share one target."""
     return "draft2" if second else "draft"
 
 
@@ -254,7 +254,7 @@ def load_pair(folder: Path, *, second: bool = False) -> tuple[DraftModel, PreTra
 
 
 def held_out_prompts(tokenizer: PreTrainedTokenizerFast, n_per_task: int) -> list[tuple[str, torch.Tensor]]:
-    """Return fixed (task, prompt) pairs, for every task in turn; a prompt is int64 [1, tokens]."""
+    """Return fixed (task, prompt) pairs, `n_per_task` for every task; a prompt is int64 [1, tokens]."""
     random, prompts = Random("prompts"), []
     for task in list(corpus.TASKS) * n_per_task:
         messages = [{"role": "user", "content": corpus.draw(random, held_out=True, task=task).prompt}]
@@ -272,7 +272,10 @@ def measure(
     max_new_tokens: int = 160,
     block_size: int | None = None,
 ) -> list[TaskAcceptance]:
-    """Measure greedy acceptance on held-out prompts, per task and last over all, without the prompt's own step."""
+    """Measure greedy acceptance on held-out prompts, per task and then over all tasks.
+
+    The step that reads the prompt has no drafts and is not counted.
+    """
     options = Options(max_new_tokens=max_new_tokens, stop_token_ids=(END,), block_size=block_size)
     committed: dict[str, list[int]] = {task: [] for task in corpus.TASKS}
     for task, input_ids in held_out_prompts(tokenizer, n_per_task):

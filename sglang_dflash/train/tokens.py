@@ -1,4 +1,4 @@
-"""Token rows to train on, with a mark for tokens of responses. Independent of models and files."""
+"""Token rows to train on, with a mark for tokens of responses."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -8,7 +8,7 @@ import torch
 
 
 class Tokens(NamedTuple):
-    """One document: token ids, and for each whether it is part of a response, which drafts are trained on."""
+    """One document: token ids, and for each id whether it is part of a response. Drafts are trained on responses."""
 
     ids: list[int]
     is_response: list[bool]
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
     ids_RL: torch.Tensor  # int64
     is_response_RL: torch.Tensor  # bool
-    document_R: torch.Tensor  # int64, index of the row's document; -1 if the row is not one whole document
+    document_R: torch.Tensor  # int64, index of the row's document; -1: the row is not one whole document
 
     def to(self, device: torch.device) -> "Rows":
         return Rows(*(tensor.to(device) for tensor in self))
