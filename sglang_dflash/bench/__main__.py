@@ -108,7 +108,11 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
 
 
 def every_repeat(bench: Bench, console: Console) -> list[Row]:
-    """Measure all repeats. After Ctrl-C or SIGINT the complete repeats are returned; without any, the signal counts."""
+    """Measure all repeats. Ctrl-C or SIGINT ends the measurement after the last complete repeat.
+
+    Raises:
+        KeyboardInterrupt: the signal came before a repeat was complete.
+    """
     rows: list[Row] = []
     try:
         for repeat in range(bench.schedule.repeats):

@@ -107,7 +107,7 @@ def rms_apply_serial(
 def softcap_logits(
     full_logits: torch.Tensor, final_logit_softcapping: float | None, output: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Write cap * tanh(logits / cap) into `output`, by default in place. Without a cap the logits are unchanged."""
+    """Write cap * tanh(logits / cap) into `output`, by default in place. Without a cap write the logits."""
     capped = full_logits
     if final_logit_softcapping is not None:
         capped = final_logit_softcapping * (full_logits.float() / final_logit_softcapping).tanh()
