@@ -25,7 +25,7 @@ from tests.server.lib.variants import VARIANTS
 
 hypothesis.settings.register_profile(
     "tests", deadline=None
-)  # no time limit per example, because the machine may be busy
+)  # no time limit per example: the machine may be busy
 hypothesis.settings.load_profile("tests")
 
 ROOT = Path(__file__).parent.parent

@@ -39,7 +39,8 @@ DRAFT_BACKENDS = {"h200": "fa3", "b200": "fa4"}
 DIVISIBLE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-}  # head counts that every --tp-size of the recipes divides
+}  # divisible by every --tp-size of the recipes
+
 ENV = ROOT / "env"
 PATHS = ("--model-path", "--speculative-draft-model-path")
 of_recipes = partial(pytest.mark.parametrize, "name", RECIPES)
