@@ -23,9 +23,7 @@ from tests.fixtures.launching import checkpoints, hub, launch, pair  # noqa: F40
 from tests.server.lib.rehearsals import REHEARSALS
 from tests.server.lib.variants import VARIANTS
 
-hypothesis.settings.register_profile(
-    "tests", deadline=None
-)  # no time limit per example: the machine may be busy
+hypothesis.settings.register_profile("tests", deadline=None)  # no time limit per example: the machine may be busy
 hypothesis.settings.load_profile("tests")
 
 ROOT = Path(__file__).parent.parent
