@@ -1,7 +1,8 @@
-"""Two test processes with files as units; a battery of servers is split by row.
+"""Distribution of tests over two xdist processes, order of tests, and fixtures of many tests.
 
-One process runs all tests that share servers and reference answers, so that these are made once. They run first, then
-the batteries and tests with servers of their own, then launched commands and the rest: both processes end together.
+A unit is a set of tests that one process runs. All tests that share servers and reference answers form one unit, so
+that servers and answers are made once. Other units are a file, or a row of a battery (`BATTERIES`). Long units run
+first, so that both processes end at about the same time.
 """
 
 import os
@@ -22,14 +23,14 @@ from tests.fixtures.launching import checkpoints, hub, launch, pair  # noqa: F40
 from tests.server.lib.rehearsals import REHEARSALS
 from tests.server.lib.variants import VARIANTS
 
-hypothesis.settings.register_profile("tests", deadline=None)  # a busy machine is no failure
+hypothesis.settings.register_profile("tests", deadline=None)  # no time limit per example: the machine may be busy
 hypothesis.settings.load_profile("tests")
 
 ROOT = Path(__file__).parent.parent
-# Batteries with a server for each row, and their rows.
+# Battery: test file that starts one server for each row of a table -> the names of the rows.
 BATTERIES = {"tests/server/test_exact.py": VARIANTS, "tests/server/test_rehearsal.py": REHEARSALS}
-# Server tests of `make test`: all answers and steps on one server, a server started by its command line, and one
-# emulated GPU. The others are marked `ci`.
+# Server tests that `make test` runs: request parameters and exactness on one server, a server started by its command
+# line, and one server under GPU emulation. Other server tests are marked `ci`.
 QUICK = re.compile(
     r"tests/server/(test_parity\.py::|test_exact\.py::.*\[hybrid(-\d+)?\]$|test_harness\.py::.*\[plugin\]$"
     r"|test_rehearsal\.py::.*\[fa3-graphs-streams-1-and-16(-\d+)?\]$)"
@@ -42,12 +43,12 @@ def uses_servers(nodeid: str) -> bool:
 
 @cache
 def is_full(file: str) -> bool:
-    """Return whether every test of a file is marked `full`, so that `make test` shares none of its servers."""
+    """Return whether a file marks all its tests `full`; such a file does not share servers with others."""
     return re.search(r"^pytestmark = .*mark\.full", (ROOT / file).read_text(), re.MULTILINE) is not None
 
 
 def scope_of(nodeid: str) -> str:
-    """Name the unit that one process runs whole: all tests that share servers, a file, or a row of a battery."""
+    """Return the name of a test's unit: "servers" (the shared ones), a file, or a row of a battery."""
     file, _, test = nodeid.partition("::")
     case = test.partition("[")[2].rstrip("]")
     rows = [row for row in BATTERIES.get(file, ()) if case == row or case.startswith(f"{row}-")]
@@ -57,7 +58,7 @@ def scope_of(nodeid: str) -> str:
 
 
 def rank_of(nodeid: str) -> int:
-    """Return 0 for tests that run first, 1 or 2 for later ones; long tests run first."""
+    """Return the rank by which tests are ordered: 0 shared servers, 1 other servers, 2 the rest."""
     return 0 if scope_of(nodeid) == "servers" else 1 if uses_servers(nodeid) else 2
 
 
@@ -68,7 +69,7 @@ class ByScope(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByScope:
-    config.option.loadscopereorder = False  # in the order of collection
+    config.option.loadscopereorder = False  # keep the order of `pytest_collection_modifyitems`
     return ByScope(config, log)
 
 
@@ -83,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class FailuresAtOnce:
-    """Plugin that prints each failure when it happens: a battery that is cut off has no summary."""
+    """Plugin that prints each failure when it happens, because an interrupted run prints no summary."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -103,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Kill what a run that is cut off leaves: xdist ends its workers without their fixtures."""
+    """Kill processes that an interrupted run leaves, because xdist kills its workers before fixtures can stop them."""
     if not hasattr(config, "workerinput"):
         for process in psutil.process_iter():
             if process.pid != os.getpid() and run_of(process) == str(os.getpid()):

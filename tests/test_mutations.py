@@ -1,4 +1,4 @@
-"""Rows of tests/mutations against this tree; `python -m tests.tools.mutate` runs them, which takes minutes."""
+"""Rows of tests/mutations match the code and name existing tests; `python -m tests.tools.mutate` runs them."""
 
 import ast
 
@@ -11,7 +11,7 @@ def test_every_edit_matches_once() -> None:
 
 
 def test_every_mistake_is_python() -> None:
-    """An edit that does not parse would make any test fail."""
+    """An edit with a syntax error would make any test fail, so its row would prove nothing."""
     for row in read():
         if row.file.endswith(".py"):
             ast.parse((ROOT / row.file).read_text().replace(row.old, row.new), row.what)

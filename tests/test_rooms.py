@@ -1,6 +1,7 @@
-"""Imports between rooms: a file imports its own room and rooms on lower floors. Parsed, not imported.
+"""Layers: a file may import only its own room and rooms on lower floors of `FLOORS`.
 
-Imports inside functions and for type checkers count too. Tests of a room are in the folder of its name.
+A room is a folder of `sglang_dflash/` or a file at its top. Code is parsed, not imported. Imports inside functions and
+for type checkers count too. Unit tests of room X are in tests/unit/X.
 """
 
 import ast
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# From the top floor down: folders of `sglang_dflash/`, and files at its top.
+# Rooms by floor, from the top floor down.
 FLOORS = (
     {"plugin", "__main__"},
     {"prove", "demo"},
@@ -47,7 +48,7 @@ def imported(source: str) -> Iterator[str]:
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    """Return each module of this project with the modules of this project that it imports."""
+    """Return the modules of this project that each of its modules imports."""
     known = files()
     found: dict[str, set[str]] = {}
     for module, path in known.items():
@@ -86,7 +87,7 @@ def test_imports_have_no_cycle() -> None:
 
 
 def misplaced(paths: Iterable[str], rooms: set[str]) -> list[str]:
-    """Return files of `tests` in the wrong place: unit tests outside a room, and helpers among tests."""
+    """Return misplaced files of `tests`: unit tests outside folders of rooms, and helpers in folders for tests."""
 
     def is_misplaced(folder: str, *rest: str) -> bool:
         *folders, name = rest

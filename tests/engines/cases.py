@@ -1,4 +1,4 @@
-"""Cases for every engine: the tiny pairs as they are, and with drafts of narrower attention. Imports no framework."""
+"""Cases for tests of all engines: the tiny pairs, unchanged or with a sliding window. Imports no framework."""
 
 import json
 import shutil
@@ -16,7 +16,10 @@ def tokens_of(reference: dict[str, Any]) -> list[int]:
 
 
 class Case(NamedTuple):
-    """`changed`: fields of the draft's config.json; `dtype`: of plain torch."""
+    """Pair of checkpoints.
+
+    `changed`: other values in the draft's config.json. `dtype`: dtype of the reference steps.
+    """
 
     target: str
     draft: str = "draft"
@@ -38,7 +41,7 @@ class Case(NamedTuple):
 
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 CASES = {
-    "hybrid-bf16": Case("tiny", dtype="bfloat16"),  # the only dtype of vLLM's Gated DeltaNet on a CPU
+    "hybrid-bf16": Case("tiny", dtype="bfloat16"),  # vLLM's Gated DeltaNet runs in bf16 alone on a CPU
     "hybrid": Case("tiny"),
     "dense": Case("tiny_dense"),
     "hybrid-dflash2": Case("tiny", "draft2"),
@@ -50,4 +53,4 @@ CASES = {
     ),
 }
 ORACLE_STEPS: dict[str, list[dict[str, Any]]] = json.loads(ORACLE.read_text()) if ORACLE.exists() else {}
-IN_FP32 = [name for name, case in CASES.items() if case.dtype == "float32"]  # steps do not depend on rounding
+IN_FP32 = [name for name, case in CASES.items() if case.dtype == "float32"]  # in bf16 steps would depend on rounding

@@ -1,7 +1,7 @@
-"""The MLX implementation against `oracle.json`, where neither torch nor SGLang is installed.
+"""The MLX implementation gives the tokens and steps of `oracle.json`, in an environment without torch and SGLang.
 
-`tests/unit/test_mlx.py` runs this file. Checkpoints are read in fp32, so that steps do not depend on rounding: mlx-lm
-adds one to norms in their own dtype.
+`tests/unit/test_mlx.py` runs this file. Checkpoints are converted to fp32, because mlx-lm rounds norm weights when it
+adds 1 to them in their own dtype, and rounding could change steps.
 """
 
 import json
@@ -27,7 +27,7 @@ from sglang_dflash.mlx.target import MLXTarget
 from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE_STEPS, SLIDING, tokens_of
 from tests.fixtures import guide
 
-STANDARD_ERRORS = 5
+STANDARD_ERRORS = 5  # largest deviation of a frequency from its probability
 
 
 def in_fp32(folder: Path, to: Path) -> Path:
@@ -77,7 +77,7 @@ def test_tokens_and_steps_are_plain_torchs(folders, name: str) -> None:
 
 
 def test_a_sliding_layer_sees_its_window_and_no_more(folders) -> None:
-    """The window is 32 tokens with the own slot: of 60, only slot 0 sees token 29, and none sees 28."""
+    """The window is 32 tokens, own slot included. After 60 context tokens slot 0 attends to tokens 29 to 59."""
     mx.random.seed(3)
     attention = pair_of(folders, "sliding-both-ways").draft.layers[0].self_attn
     keys, values = (mx.random.normal((1, attention.n_kv_heads, 60, attention.head_dim)) for _ in range(2))
@@ -126,7 +126,10 @@ def test_a_long_prompt_is_read_in_chunks(folders, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("sampling", [{"temp": 0.7}, {"temp": 2.0, "top_k": 6, "top_p": 0.99}])
 def test_drawn_tokens_have_the_targets_distribution(folders, sampling: dict) -> None:
-    """Draw three tokens often, the last two in one step; compare each text's frequency with its probability."""
+    """Sample three tokens 300 times and compare each triple's frequency with its probability.
+
+    The first token comes from the prefill, the others from a decode step.
+    """
     pair, n_draws = pair_of(folders, "dense"), 300
     prompt = undecided(pair)
     mx.random.seed(1)
@@ -143,7 +146,7 @@ def test_drawn_tokens_have_the_targets_distribution(folders, sampling: dict) -> 
 
 
 def undecided(pair: Pair) -> list[int]:
-    """Return a prompt and the start of its answer, after which three tokens have about two nats of entropy."""
+    """Return a prompt with a part of its answer; the next three tokens have about two nats of entropy together."""
     found = []
     for reference in ORACLE_STEPS["dense"]:
         text, n_prompt = reference["prompt"] + tokens_of(reference), len(reference["prompt"])
@@ -157,7 +160,7 @@ def undecided(pair: Pair) -> list[int]:
 
 
 def texts(pair: Pair, prompt: list[int], sampling: dict) -> dict[tuple[int, ...], float]:
-    """Return texts of three tokens with a probability of at least 0.01."""
+    """Return the triples of next tokens that have a probability of at least 0.01, with this probability."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer = {}
@@ -169,7 +172,7 @@ def texts(pair: Pair, prompt: list[int], sampling: dict) -> dict[tuple[int, ...]
 
 
 def distribution(logits_V: mx.array, sampling: dict) -> mx.array:
-    """Compute the distribution as mlx-lm does: top-p before the temperature, then top-k, then the temperature."""
+    """Compute the sampling distribution as mlx-lm does: top-p and top-k at temperature 1, then the temperature."""
     p_V = mx.softmax(logits_V.astype(mx.float32))
     order_V = mx.argsort(-p_V)
     before_V = mx.cumsum(p_V[order_V]) - p_V[order_V]
@@ -212,7 +215,10 @@ TARGETS = {
 
 @pytest.mark.parametrize("kind", list(TARGETS))
 def test_rejected_tokens_leave_no_trace(kind: str) -> None:
-    """Include a window that has slid on, which mlx-lm's own cache could not restore."""
+    """After rejected tokens, logits and features equal those of a fresh read.
+
+    The sliding window moves past its first tokens here, which mlx-lm's own cache could not restore.
+    """
     mx.random.seed(2)
     model = TARGETS[kind]()
     assert any(isinstance(cache, RotatingKVCache) for cache in model.make_cache()) == (kind == "llama-sliding")

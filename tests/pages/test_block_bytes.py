@@ -1,4 +1,4 @@
-"""Bytes that a block of Qwen3.5-27B takes per request, as three pages quote them."""
+"""Memory of a block per request for Qwen3.5-27B: three pages quote the computed numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The list of refused flags and combinations: the flags and reasons of the messages, and no second list elsewhere."""
+"""docs/compatibility.md lists the refused flags with the reasons of the messages; other pages link to this list."""
 
 import re
 

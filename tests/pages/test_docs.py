@@ -1,6 +1,6 @@
-"""The pages: links lead somewhere, commands parse, and every flag, variable, metric and field exists.
+"""Documentation: links lead somewhere, commands parse, and every flag, variable, metric and field exists.
 
-The memory table of tuning.md and the floors in kernels/README.md are recomputed.
+The memory table of tuning.md and the least kernel times in kernels/README.md are recomputed.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def test_the_diagram_is_for_light_and_dark() -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Return commands of ```sh blocks and of code spans, without comments, variables and redirections."""
+    """Return the commands in ```sh blocks and code spans, without comments, assignments and redirections."""
     found = guide.commands(page)
     begins = re.compile(rf"python |make |sglang-dflash ({'|'.join(PROGRAMS)})\b")
     found += [shlex.split(span) for span in code(page) if begins.match(span) and "\n" not in span]
@@ -98,7 +98,7 @@ def without_shell(words: list[str]) -> list[str]:
 
 
 def as_module(words: list[str]) -> list[str]:
-    """Return `sglang-dflash NAME ...` as the command of the module that runs."""
+    """Replace `sglang-dflash NAME` by `python -m MODULE`, the module that it runs."""
     if words[0] != "sglang-dflash" or len(words) == 1:
         return words
     module = PROGRAMS[words[1]].partition(":")[0].removesuffix(".__main__")
@@ -111,7 +111,7 @@ FOR_SERVERS = "--model-path", "--speculative-algorithm"
 
 
 class Parsed(Exception):
-    """The command line was parsed."""
+    """Signals that a program has parsed its command line, so that it stops there."""
 
 
 def for_sglang(words: tuple[str, ...]) -> bool:
@@ -133,7 +133,7 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
             case ("export", variable):
                 flags.read(dict([variable.split("=", 1)]))
             case ("torchrun", *_):
-                pass  # of the training guide, which has tests of its own
+                pass  # in training.md, checked by test_train_guide.py
             case ("curl", url, *_):
                 assert url in {f"http://127.0.0.1:30000/{path}" for path in ("generate", "v1/chat/completions")}
             case _:
@@ -190,7 +190,7 @@ def test_variables_exist(page: Path) -> None:
 
 
 OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "tests" / "tools").rglob("*.py")]
-# Flags read without argparse, or of other programs.
+# Flags that are read without argparse, and flags of other programs.
 OTHERS = {"--json", "--server", "--help", "--nproc-per-node", "--no-deps", "--target"}
 OF_VLLM = {"--speculative-config", "--max-num-batched-tokens", "--no-enable-prefix-caching"}
 OF_ROUTER = {"--policy", "--worker-urls"}
@@ -205,9 +205,8 @@ def test_options_exist(page: Path) -> None:
     for path in OURS:
         for names in re.findall(r"add(?:_argument)?\(\s*((?:\"--[a-z-]+\",?\s*)+)", path.read_text()):
             known |= set(re.findall(r"--[a-z-]+", names))
-    spans = [
-        span for span in code(page) if not span.startswith("git checkout ")
-    ]  # these are commands of an older commit
+    # `git checkout COMMIT && COMMAND`: an older commit may have had other flags.
+    spans = [span for span in code(page) if not span.startswith("git checkout ")]
     named = {name for span in spans for name in re.findall(r"(?<![\w…-])--[a-z][a-z0-9-]*[a-z0-9](?![\w…-])", span)}
     assert not named - known
 
@@ -232,7 +231,7 @@ def test_fields_of_server_info_exist(page: Path) -> None:
 
 
 def test_every_result_can_be_reproduced() -> None:
-    """Each document is linked beside its command; a removed command has the commit to check out."""
+    """Each document of launch/results is linked in the line of its command, with a commit to check out if needed."""
     page = (DOCS / "reproducing.md").read_text()
     for path in sorted((ROOT / "launch" / "results").glob("*.json")):
         lines = [line for line in page.splitlines() if f"results/{path.name})" in line]
@@ -260,7 +259,7 @@ def test_the_table_of_memory() -> None:
 
 
 def test_the_floors_of_the_kernels() -> None:
-    """Compute bytes at B = 8 and N = 16 over an H200's 4.8 TB/s."""
+    """Least time of a kernel at B = 8 and N = 16: its bytes over an H200's 4.8 TB/s."""
     B, N = 8, 16
     (L, H, G, V, K), (taps, hidden, groups, candidates, rank) = QWEN_27B.recurrent, QWEN_27B.second
     row = QWEN_27B.n_layers * 2 * QWEN_27B.n_heads * QWEN_27B.head_dim * (2 + 2) + 4 * 128 + 16

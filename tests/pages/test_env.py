@@ -1,4 +1,7 @@
-"""`env/`: profiles set existing variables and flags that parse; image and constraints name no package index."""
+"""Files of `env/`. Profiles set only variables that this plugin or SGLang reads, and flags that SGLang parses.
+
+Dockerfile and constraints name no package index.
+"""
 
 import json
 import re

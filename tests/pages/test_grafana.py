@@ -1,4 +1,4 @@
-"""The dashboard and the table of metrics against exported names, this plugin's and SGLang's."""
+"""The Grafana dashboard and the table in docs/metrics.md use only exported metrics, and all of this plugin's."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Shell recipes: the same server as in the demo, the benchmark and the tests."""
+"""Scripts launch/serve_tiny*_cpu.sh start the same servers as the demo, the benchmark and the tests."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""The installed package: its files, and the one command, from outside the clone."""
+"""The built package has the right files, and `sglang-dflash` works where it is installed, outside the clone."""
 
 import json
 import os
@@ -17,7 +17,7 @@ UV = [sys.executable, "-m", "uv"]
 
 
 def run(*command: str | Path, cwd: Path, timeout_s: float = 300, **env: str) -> str:
-    """Run a command that sees neither this checkout nor this environment; return its output."""
+    """Run a command without PYTHONPATH and VIRTUAL_ENV, require success, and return its output."""
     alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     ended = subprocess.run(
         list(map(str, command)), cwd=cwd, env=alone | env, capture_output=True, text=True, timeout=timeout_s
@@ -56,7 +56,7 @@ def test_source_distribution_has_the_sources_of_the_wheel(built: Path) -> None:
 
 
 def test_outside_the_clone_the_command_has_its_files(wheel: Path, tmp_path: Path) -> None:
-    """The environment has the dependencies; PYTHONPATH puts the installed wheel first."""
+    """The wheel is installed without dependencies, which this environment has; PYTHONPATH puts the wheel first."""
     folder = tmp_path / "installed"
     run(*UV, "pip", "install", "--quiet", "--no-deps", "--target", folder, wheel, cwd=tmp_path)
     assert (folder / "bin" / "sglang-dflash").is_file()
@@ -76,7 +76,7 @@ def test_outside_the_clone_the_command_has_its_files(wheel: Path, tmp_path: Path
 
 @pytest.mark.full
 def test_an_empty_environment_serves(wheel: Path, tmp_path: Path) -> None:
-    """Install as a user does; require a clean report, and a demo with two servers."""
+    """Install into a new environment as users do. `check` must report only "ok", and `demo` must show equal answers."""
     environment = tmp_path / "environment"
     run(*UV, "venv", "--quiet", "--python", sys.executable, environment, cwd=tmp_path)
     pins = ["--constraint", ROOT / "env" / "constraints.txt"]

@@ -1,7 +1,7 @@
-"""Recipes: each starts the model of its name, parses with the plugin live, is accepted by it, and fits its GPUs.
+"""Recipes: each names the right model, parses in SGLang with the plugin, passes its checks, and fits its GPUs.
 
-As in `test_cli_cards`, SGLang parses a recipe with local model paths, and the plugin's rules get the GPU. Published
-pairs whose configs are known here are checked as they are.
+As in `test_cli_cards`, SGLang parses a recipe with local model paths, and the plugin's checks assume the recipe's GPU.
+If the configs of a published pair are known here, these are checked; otherwise configs of a tiny stand-in.
 """
 
 import json
@@ -35,7 +35,11 @@ from tests.tools.tables.recipe_table import REHEARSED, TEXT_MODELS
 
 DEVICES = {"h200": "sm90", "b200": "sm100"}
 DRAFT_BACKENDS = {"h200": "fa3", "b200": "fa4"}
-DIVISIBLE = {"num_attention_heads": 8, "num_key_value_heads": 8}  # by every --tp-size of the recipes
+DIVISIBLE = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}  # divisible by every --tp-size of the recipes
+
 ENV = ROOT / "env"
 PATHS = ("--model-path", "--speculative-draft-model-path")
 of_recipes = pytest.mark.parametrize("name", RECIPES)
@@ -72,7 +76,7 @@ def test_a_recipe_parses_and_its_pair_is_accepted(
 
 
 def published(target: str, draft: str) -> tuple[TargetFacts, Checkpoint] | None:
-    """Return the published pair, or None if its configs are not known here."""
+    """Return facts of the published target and the draft's config, or None if the target is not in `models.TARGETS`."""
     if target not in models.TARGETS:
         return None
     assert models.draft_of(target) == draft
@@ -123,7 +127,7 @@ def test_printed_command_is_the_one_that_runs(
 
 
 def test_later_flag_wins() -> None:
-    """A recipe's flag wins over its GPU's, and its flag for one GPU over both."""
+    """A recipe's flag overrides that of the GPU, and the recipe's flag for one GPU overrides both."""
     text = """
     gpus = { h200 = [["--page-size 64", "a"], ["--tp-size 1", "b"]], b200 = [["--page-size 1", "c"]] }
     [recipes.one]
@@ -147,7 +151,7 @@ def test_recipes_are_listed_without_a_name(capsys: pytest.CaptureFixture[str]) -
     assert title == ["recipe", "draft", "H200", "B200"]
     cards = [[recipe_table.flags_of(one, gpu).get("--tp-size", "1") for gpu in GPUS] for one in RECIPES.values()]
     assert rows == [[one.name, one.draft, *n] for one, n in zip(RECIPES.values(), cards, strict=True)]
-    assert len({n for row in cards for n in row}) > 2  # some need one card, others several
+    assert len({n for row in cards for n in row}) > 2  # numbers of GPUs differ between recipes
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "QWEN3-8B", "z-lab/Qwen3-8B-DFlash-b16"])
@@ -204,7 +208,7 @@ def test_served_architectures_have_a_tiny_checkpoint() -> None:
 SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "rms_norm_eps": 1e-6}
 GPU_ONLY: Mapping[str, Mapping[str, Any]] = {
     "GptOssForCausalLM": {"model_type": "gpt_oss"},
-    # Equal head widths: SGLang reads one width for all layers before it rejects the attention backend.
+    # global_head_dim equals head_dim: SGLang reads one width for all layers before it rejects the attention backend.
     "Gemma4ForCausalLM": {"model_type": "gemma4_text", "global_head_dim": 16},
 }
 

@@ -1,4 +1,4 @@
-"""The computed decode step: the page has the table that its command prints, and the totals keep their promise."""
+"""docs/step-cost.md has the table that its command prints, and totals and launches are as claimed."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_step_is_at_most_085_of_sglangs_at_8_and_32_requests() -> None:
 
 
 def test_launches_of_the_page_are_the_budget() -> None:
-    """A step adds launches of the scheduler, of the relay and of copies to the host."""
+    """Besides the budget a step has 6 launches of the scheduler, 1 of SGLang's relay and 2 copies to the host."""
     others = 6 + 1 + 2
     total = sum(row.on_gpu for stage, row in budget.LAUNCHES.items() if stage != "catch_up")
     assert f"-{total + others}**" in PAGE.read_text()

@@ -1,4 +1,7 @@
-"""The training guide, beyond the checks of `test_docs.py`. tests/server runs its CPU commands."""
+"""docs/training.md: checks beyond those of `test_docs.py`.
+
+`tests/server/test_training_guide.py` runs its CPU commands.
+"""
 
 import json
 import re
@@ -35,7 +38,11 @@ def test_options_in_the_prose_exist():
 
 
 def test_arithmetic_of_a_step():
-    """Qwen3-8B: 8.2 billion parameters, hidden 4096, 32 + 2 x 8 heads of 128, inner 12,288, vocabulary 151,936."""
+    """The guide's FLOP of a training step follow from Qwen3-8B's sizes.
+
+    8.2 billion parameters, hidden size 4,096, 32 query and 8 KV heads of 128, intermediate size 12,288, and a
+    vocabulary of 151,936.
+    """
     R, L, A, N, H, layers = 4, 1024, 64, 16, 4096, 5
     layer = H * 128 * (32 + 8 + 8 + 32) + 3 * H * 12288
     context = layers * H * H + layers * H * 128 * 16  # fc, and every layer's K and V

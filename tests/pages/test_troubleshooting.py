@@ -1,4 +1,4 @@
-"""The page on messages: every message that it quotes exists in the package."""
+"""docs/troubleshooting.md: every message that it quotes exists in the package."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGE = (PACKAGE / "docs" / "troubleshooting.md").read_text()
 
 
 def entries(text: str) -> list[str]:
-    """Return the bold code spans that open an entry: heads of messages, with `…` for filled-in values."""
+    """Return the bold code spans at the start of entries: heads of messages, with `…` for filled-in values."""
     titles = re.findall(r"^- \*\*((?:`[^`]+`[,\s]*)+)\*\*:", text, re.MULTILINE)
     return [re.sub(r"\s+", " ", code) for title in titles for code in re.findall(r"`([^`]+)`", title)]
 

@@ -95,9 +95,7 @@ def main() -> None:
             tree, env = free.get()
             try:
                 found = status(mutation, tree, env)
-                return (
-                    found in (FAILED, CRASHED) or found < 0
-                )  # negative: a signal, for example because a kernel wrote out of bounds
+                return found in (FAILED, CRASHED) or found < 0  # negative: a signal, as after a write out of bounds
             finally:
                 free.put((tree, env))
 

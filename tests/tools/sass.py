@@ -27,8 +27,7 @@ OTHERS_CYCLES = 25  # for instructions not in CYCLES that set a scoreboard
 READ_CYCLES = 12  # from issue until an instruction has read its operands
 
 INSTRUCTION = re.compile(
-    # address, predicate, operation
-    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_.]*)(?P<rest>.*?);"
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_.]*)(?P<rest>.*?);"  # address, predicate, op
     r".*\n\s*/\* 0x(?P<control>\w{16}) \*/"
 )
 LABEL = re.compile(r"^(\.L_\w+):", re.M)
