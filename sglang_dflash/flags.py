@@ -102,23 +102,23 @@ FLAGS = (
         "SGLANG_DFLASH_WORKER",
         "plugin",
         tuple(Worker),
-        "Worker for `--speculative-algorithm DFLASH`: `plugin`, this plugin's; `stock`, SGLang's built-in one.",
+        "Worker for `--speculative-algorithm DFLASH`. `plugin`: this plugin's. `stock`: SGLang's built-in worker.",
     ),
     Flag(
         "SGLANG_DFLASH_GDN_STATE",
         "fold",
         tuple(GdnState),
-        "Gated DeltaNet targets: `fold` records each token's change of the state and sums the accepted ones; "
-        "`snapshot` keeps a full state per token, as the built-in worker does.",
+        "Recurrent states of Gated DeltaNet targets. `fold`: record each token's change of the state, and add the "
+        "changes of accepted tokens. `snapshot`: keep a full state per token, as the built-in worker does.",
     ),
     Flag(
         "SGLANG_DFLASH_WIDTHS",
         "auto",
         tuple(WidthPolicy),
-        "Tokens of a block that a step verifies. `auto` chooses what commits most per second, from no draft "
-        "at all to the whole block. A list limits the choice of `auto`, up to 32 with n-gram copies; one "
-        "number is always that width. `fixed` verifies the whole block, as the built-in worker does; `random` "
-        "is for tests.",
+        "Verify width: number of tokens of a block that a step verifies. `auto`: the width that commits most tokens "
+        "per second, from 1 (no draft) to the whole block. A list: `auto` chooses among these widths; above the "
+        "block size, up to 32, n-gram copies fill the rest. One number: always this width. `fixed`: the whole block, "
+        "as in the built-in worker. `random`: for tests.",
         pattern=r"[0-9]+(,[0-9]+)*",
         example="1,4,8,16",
     ),
@@ -126,8 +126,7 @@ FLAGS = (
         "SGLANG_DFLASH_WIDTH_TRACE",
         "off",
         ("off",),
-        "Directory to which each process writes the width, requests and accepted drafts of every step, one "
-        "JSON object per line.",
+        "Directory for a trace. Each process writes one JSON line per step: width, requests and accepted drafts.",
         pattern="/.+",
         example="/a/directory",
     ),
@@ -135,26 +134,25 @@ FLAGS = (
         "SGLANG_DFLASH_COPY",
         "auto",
         tuple(Copy),
-        "N-gram copies (prompt lookup): continue a drafted block with the tokens that followed the same "
-        "n-gram earlier in the request, where such copies have been accepted often enough. `auto` uses copies "
-        "wherever the server supports them; `on` does too, and refuses a server without support; `random` "
-        "trusts any copy, for tests.",
+        "N-gram copies (prompt lookup): replace the end of a drafted block by the tokens that followed the same "
+        "n-gram earlier in the request, if such copies have been accepted often enough. `auto`: if the server "
+        "supports copies. `on`: refuse the launch if it does not. `off`: never. `random`: use every copy, for tests.",
     ),
     Flag(
         "SGLANG_DFLASH_DRAFT_HEAD",
         "full",
         ("full", "fp8"),
-        "Head that scores the draft's block: `full`, the target's; `fp8`, a copy with a scale per row, which "
-        "takes half as much memory again. Answers do not change.",
+        "Output head for the draft. `full`: the target's. `fp8`: an fp8 copy of the target's with a scale per row; it "
+        "takes half the head's memory in addition. Answers do not change.",
     ),
     Flag(
         "SGLANG_DFLASH_REHEARSE",
         "off",
         ("off", "1", "sm90", "sm100"),
-        "GPU emulation on a CPU: run the code of a GPU of this compute capability (`1`: sm90), with captured "
-        "graphs and its attention backends, over definitions of their kernels. `,kernels` also runs this "
-        "plugin's Triton kernels in Triton's interpreter. `,streams` ends the server at accesses that streams "
-        "and host do not order. For tests; refused on a machine with a GPU.",
+        "GPU emulation on a CPU: run SGLang's code paths, graph capture and attention backends of this compute "
+        "capability (`1`: sm90), with plain torch in place of their kernels. `,kernels`: run this plugin's Triton "
+        "kernels in Triton's interpreter. `,streams`: stop the server at a data race between two streams, or a "
+        "stream and the host. For tests; refused on a machine with a GPU.",
         pattern="(1|sm90|sm100)(,kernels|,streams|,kernels,streams)",
         example="sm90,kernels,streams",
     ),
@@ -162,35 +160,37 @@ FLAGS = (
         "SGLANG_DFLASH_PROBE",
         "0",
         ("0", "1"),
-        "`1`: record internals of every step for `sglang-dflash prove`, in `/server_info`. Slower.",
+        "`1`: record internals of every step in `/server_info`, for `sglang-dflash prove`. Slows the server.",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
-        "Older SGLang's switch of the overlap schedule, which is on by default in 0.5.23: "
-        "`1` changes nothing, `0` means `--disable-overlap-schedule`.",
+        "Switch of the overlap schedule in older SGLang. In 0.5.23 the schedule is on by default: `1` changes nothing, "
+        "`0` acts as `--disable-overlap-schedule`.",
         "model cards",
     ),
     Flag(
         "SGLANG_ENABLE_DFLASH_SPEC_V2",
         "1",
         _OFF_ON,
-        "The same switch for DFLASH alone: `1` changes nothing, `0` means `--disable-overlap-schedule`.",
+        "Switch of the overlap schedule for DFLASH in older SGLang: `1` changes nothing, `0` acts as "
+        "`--disable-overlap-schedule`.",
         "model cards",
     ),
     Flag(
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
         "0",
         _OFF_ON,
-        "Plan a step on a second CUDA stream. SGLang reads it; this plugin only checks the value.",
+        "`1`: plan a step on a second CUDA stream. SGLang reads this variable; this plugin only checks its value.",
         "SGLang",
     ),
     Flag(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
         "0",
         _OFF_ON,
-        "Allow `--context-length` above the model's own limit. SGLang reads it; this plugin only checks the value.",
+        "`1`: allow `--context-length` above the model's limit. SGLang reads this variable; this plugin only checks "
+        "its value.",
         "SGLang",
     ),
 )

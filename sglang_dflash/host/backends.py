@@ -131,7 +131,7 @@ def why_not(name: str, needs: Needs) -> str:
             "(--speculative-draft-kv-cache-dtype auto leaves it in the draft's own dtype)"
         )
     if needs.slides_both_ways and not backend.slides_both_ways:
-        return "a sliding layer that sees its whole block would look back from the last slot"
+        return "a non-causal sliding layer would give every slot the window of the block's last slot"
     if backend.pages and needs.page_size is not None and needs.page_size not in backend.pages:
         return f"it needs --page-size {', '.join(map(str, backend.pages))}, not {needs.page_size}"
     return ""

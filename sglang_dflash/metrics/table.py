@@ -47,79 +47,79 @@ METRICS = (
         Kind.HISTOGRAM,
         "tokens",
         (),
-        "Tokens that a request commits in a step: accepted drafts and the bonus. `_count` is requests times steps.",
-        "A mean near 1: the first draft already fails. The draft belongs to another target or was trained on other "
-        "text (another language, thinking off), or contexts are cut, see `cut_blocks_total`.",
+        "Tokens that a request commits in a step: accepted drafts and the bonus. `_count` sums the steps of requests.",
+        "Mean near 1: even first drafts are rejected. The draft belongs to another target or was trained on other text "
+        "(another language, thinking off), or it lacks context, see `cut_blocks_total`.",
     ),
     Metric(
         "verified_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("position",),
-        "Verified drafts, by slot of the block (1 is next to the anchor).",
-        "Late positions constant: the width is narrower than the block, see `steps_total`.",
+        "Verified drafts, by slot of the block. Slot 1 follows the anchor.",
+        "Late positions do not grow: the verify width is below the block size, see `steps_total`.",
     ),
     Metric(
         "accepted_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("position",),
-        "Drafts accepted with all drafts before them. Divided by `verified_drafts_total`: acceptance by position.",
-        "Low from position 1 on: see `committed_tokens`. Low at the end only: normal; a shorter "
-        "`--speculative-num-draft-tokens` drafts for less.",
+        "Accepted drafts, by slot. Divided by `verified_drafts_total`: acceptance rate by position.",
+        "Low from position 1 on: see `committed_tokens`. Low only at late positions: normal. A smaller "
+        "`--speculative-num-draft-tokens` makes drafting cheaper.",
     ),
     Metric(
         "steps_total",
         Kind.COUNTER,
         "steps",
         ("width",),
-        "Decode steps by how many tokens of each block were verified; 1 is a step without drafts.",
-        "Mostly 1 under load: intended, since verification then costs more time than it saves. At low load see "
-        "`committed_tokens`, and the step times of `sglang-dflash check --server`.",
+        "Decode steps by verify width, the number of verified tokens per block. Width 1 is a step without drafts.",
+        "Mostly 1 under load: intended, because there verification costs more time than it saves. Mostly 1 at low "
+        "load: see `committed_tokens`, and the step times of `sglang-dflash check --server`.",
     ),
     Metric(
         "copied_blocks_total",
         Kind.COUNTER,
         "blocks",
         ("match",),
-        "Blocks continued by an n-gram copy (`SGLANG_DFLASH_COPY`), by the number of tokens that matched before it.",
-        "Constant: texts do not repeat themselves, or copies are off.",
+        "Blocks with an n-gram copy (`SGLANG_DFLASH_COPY`), by the number of tokens in the match.",
+        "Does not grow: answers do not repeat their context, or copies are off.",
     ),
     Metric(
         "copied_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("match",),
-        "Copied drafts that were accepted. Divided by `copied_blocks_total`: accepted tokens per copy.",
-        "Few per block: copies fail; each request stops copying after some steps.",
+        "Accepted tokens of n-gram copies. Divided by `copied_blocks_total`: accepted tokens per copy.",
+        "Few per copy: copies are rejected. Each request then stops copying after some steps.",
     ),
     Metric(
         "stage_seconds",
         Kind.HISTOGRAM,
         "seconds",
         ("stage",),
-        f"Time of a step's {', '.join(STAGES)}; one step in {SAMPLE_EVERY} is measured. On a GPU device time, "
-        "between CUDA events; on a CPU host time.",
-        "Draft above a third of verify: shorten the draft window or change `--speculative-draft-attention-backend`. "
-        "Choose in milliseconds: grammars or penalties take it. All high while the GPU idles: the host is slow, or "
-        "graphs were not captured (`--cuda-graph-max-bs-decode`).",
+        f"Time of a step's stages {', '.join(STAGES)}, measured in one step of {SAMPLE_EVERY}. On a GPU: device time "
+        "between CUDA events. On a CPU: host time.",
+        "`draft` above a third of `verify`: use a smaller window or another `--speculative-draft-attention-backend`. "
+        "`choose` in milliseconds: grammars or penalties cause it. All stages high while the GPU idles: the host is "
+        "slow, or no graph was captured for this batch size (`--cuda-graph-max-bs-decode`).",
     ),
     Metric(
         "cut_blocks_total",
         Kind.COUNTER,
         "blocks",
         (),
-        "Blocks drafted with less context than the draft's window, because a prefix found in the radix cache is not in "
-        "the request's ring buffer. Stays 0 without a window.",
-        "A large share of `committed_tokens_count`, and few tokens in them: answers are shorter than the window takes "
-        "to fill; serve without `--speculative-draft-window-size`.",
+        "Blocks drafted with less context than the draft window holds, because a prefix from the radix cache "
+        "is not in the request's ring buffer. 0 without a draft window.",
+        "A large share of `committed_tokens_count`, with few tokens per block: answers end before the ring buffer is "
+        "full. Serve without `--speculative-draft-window-size`.",
     ),
     Metric(
         "cut_committed_tokens_total",
         Kind.COUNTER,
         "tokens",
         (),
-        "Tokens committed in those blocks. Divided by `cut_blocks_total`: tokens per step while a ring buffer fills.",
+        "Tokens committed in the blocks of `cut_blocks_total`. Divided by it: acceptance length in these blocks.",
         "See `cut_blocks_total`.",
     ),
     Metric(
@@ -127,17 +127,18 @@ METRICS = (
         Kind.GAUGE,
         "rings, states",
         ("pool",),
-        "Slots of a pool: `rings`, ring buffers of the draft's context K/V (with a window); `states`, recurrent states "
-        "(hybrid targets).",
-        "Too few: `sglang-dflash check --gpu-memory GIB` names the limit and the flag that raises it.",
+        "Slots of a pool. `rings`: ring buffers of the draft's context K/V (with a draft window). `states`: recurrent "
+        "states (hybrid targets).",
+        "Too small: `sglang-dflash check --gpu-memory GIB` names the limit and the flag that raises it.",
     ),
     Metric(
         "pool_in_use",
         Kind.GAUGE,
         "rings, states",
         ("pool",),
-        "Slots that requests hold. States that only the prefix cache holds are not counted.",
-        "At `pool_size` while requests wait: `--max-running-requests` bounds rings, `--max-mamba-cache-size` states.",
+        "Slots held by requests. States held only by the prefix cache are not counted.",
+        "Equal to `pool_size` while requests wait: raise `--max-running-requests` (rings) or `--max-mamba-cache-size` "
+        "(states).",
     ),
 )
 
