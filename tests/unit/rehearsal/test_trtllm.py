@@ -213,5 +213,5 @@ def test_a_prompts_metadata_is_checked(kernel: Any, changes: Any, complaint: str
 
 def test_misplaced_values_are_refused():
     scene = Scene([4], [40], 16)
-    with pytest.raises(AssertionError, match="not where the table says"):
+    with pytest.raises(AssertionError, match="not at the table's place"):
         fmha_v2(scene, True, block_tables=torch.stack([scene.table, scene.table + 1], dim=1))

@@ -150,7 +150,9 @@ def test_the_config_of_the_tiny_pairs_is_unchanged(dtype):
 
 
 def test_a_target_without_the_layers_is_refused():
-    with pytest.raises(ValueError, match=r"end at 5, and a target of 6 layers .* gives features of layers 0\.\.4"):
+    with pytest.raises(
+        ValueError, match=r"--target-layer-ids 5 is not an ascending list within 0\.\.4, the layers of a target of 6"
+    ):
         draft_config_for(make_target(), n_layers=1, block_size=8, mask_token_id=63, target_layer_ids=(5,))
 
 
