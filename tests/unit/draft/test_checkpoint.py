@@ -107,10 +107,10 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"hidden_act": "swigluoai"}, NotSupported, "hidden_act='swigluoai' is not DFlash"),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, NotSupported,
-            r"quantization_config is compressed-tensors, int-quantized: quantized draft checkpoints are not supported; give the "
+            r"is compressed-tensors, int-quantized: quantized draft checkpoints are not supported; give the "
             r"draft as it was trained \(--speculative-draft-model-quantization fp8 quantizes it while it loads\)",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "quantization_config is fp8: quantized draft checkpoints"),
+        ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "is fp8: quantized draft checkpoints"),
         ({"block_size": None}, ValueError, "config.json has no block_size"),
         ({"block_size": "16"}, ValueError, "block_size is '16', not an integer of at least 2"),
         ({"dflash_config": {"target_layer_ids": None}}, ValueError, "json has no dflash_config.target_layer_ids"),
