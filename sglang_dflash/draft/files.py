@@ -87,6 +87,13 @@ def local_folder(source: str | Path) -> Path:
     return folder
 
 
+def write_tensors(folder: Path, tensors: Mapping[str, Any], save_file: Callable[..., None]) -> None:
+    """Write model.safetensors with a framework's `save_file`, and give it the mode of the folder's config.json."""
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod((folder / "config.json").stat().st_mode)  # safetensors makes the file readable only for its owner
+
+
 def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
     """Return the tensors in a draft's directory, named as by `own_names`, without the unused ones in `BORROWED`.
 

@@ -69,6 +69,4 @@ class DraftModel(Draft):
         config = replace(self.config, dtype=str(self.dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        weights = folder / "model.safetensors"
-        save_file(tensors, weights, metadata={"format": "pt"})
-        weights.chmod((folder / "config.json").stat().st_mode)  # safetensors makes it readable to its owner alone
+        files.write_tensors(folder, tensors, save_file)

