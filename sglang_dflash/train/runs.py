@@ -15,6 +15,7 @@ from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.loop import TrainRecipe
+from sglang_dflash.train.options import DTYPES
 from sglang_dflash.train.ranks import joined
 from sglang_dflash.train.sizes import Second
 from sglang_dflash.train.text import Batches, read_documents
@@ -29,7 +30,7 @@ from sglang_dflash.train.tiny_pair import (
 )
 from sglang_dflash.train.tokens import text_digest
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH_DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float32), strict=True))
 
 
 def run_draft(args: argparse.Namespace) -> None:
@@ -52,7 +53,7 @@ def run_draft(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--rows {args.rows} cannot be shared evenly by {ranks.n} processes; give a multiple of {ranks.n}"
             )
-        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=DTYPES[args.dtype])
+        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=TORCH_DTYPES[args.dtype])
         torch.nn.Module.to(target, device)
         config = draft_config_for(
             target,
