@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pkgutil import resolve_name
 
-from sglang_dflash.cli import nearest
+from sglang_dflash.cli import nearest_or_all
 
 # Entry point of each command. Only the command that runs is imported, because some imports take seconds, and a machine
 # may lack the dependencies of other commands.
@@ -43,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0
+    if name not in (*PROGRAMS, "--version"):
+        cure = nearest_or_all(name, PROGRAMS)
+        print(f"sglang-dflash: error: there is no command {name!r}{cure}", file=sys.stderr)
+        return 2
     if name == "--version" or rest == ["--version"]:
         print(version("sglang-dflash"))
         return 0
-    if name not in PROGRAMS:
-        cure = nearest(name, PROGRAMS) or f"; use one of {', '.join(PROGRAMS)}"
-        print(f"sglang-dflash: error: there is no command {name!r}{cure}", file=sys.stderr)
-        return 2
     return resolve_name(PROGRAMS[name])(rest)
 
 

@@ -2,9 +2,11 @@
 
 import re
 from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any, NoReturn
+
+Add = Callable[..., Action]  # `add_argument` of a parser or of a group
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -12,6 +14,12 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     by_lower = {name.lower(): name for name in known}
     found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[found[0]]}?" if found else ""
+
+
+def nearest_or_all(word: str, known: Iterable[str]) -> str:
+    """Return the nearest name like `nearest`; if none is near, `; use one of NAME, ...` with all names."""
+    names = list(known)
+    return nearest(word, names) or f"; use one of {', '.join(names)}"
 
 
 class Help(ArgumentDefaultsHelpFormatter):

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_dflash.cli import Parser, nearest
+from sglang_dflash.cli import Parser, nearest_or_all
 
 PACKAGE = Path(__file__).parent
 DASHBOARD = PACKAGE / "assets" / "dashboard.json"
@@ -38,7 +38,7 @@ def docs(argv: Sequence[str]) -> int:
     found = [names.get(page.lower().removesuffix(".md")) for page in pages]
     for page, known in zip(pages, found, strict=True):
         if known is None:
-            cure = nearest(page.removesuffix(".md"), DOCS) or f"; use one of {', '.join(DOCS)}"
+            cure = nearest_or_all(page.removesuffix(".md"), DOCS)
             print(f"docs: there is no page {page}{cure}", file=sys.stderr)
     if None in found:
         return 2

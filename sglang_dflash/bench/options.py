@@ -6,7 +6,7 @@ the preset's. Presets serve the tiny hybrid pair without an accelerator, unless 
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.bench import prompts
 from sglang_dflash.bench.client import ServerKind
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
-from sglang_dflash.cli import Parser, RawHelp
+from sglang_dflash.cli import Add, Parser, RawHelp
 from sglang_dflash.servers import arms
 from sglang_dflash.tiny import pairs as tiny
 
@@ -32,7 +32,7 @@ examples:
         --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --attention-backend fa3
   one worker with different environments, and no result unless their answers are equal
     sglang-dflash bench --serve --require-equal --arms off ours ours:SGLANG_DFLASH_WIDTHS=16 -- ...
-  the README's table, from the tiny pair on CPU cores
+  the speed table of the tiny pair, on CPU cores
     sglang-dflash bench --preset readme
   no server: plain torch
     sglang-dflash bench --backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16
@@ -69,7 +69,7 @@ PRESETS = {
     "readme": Preset(
         {**SHARED, "--arms": "off stock ours", "--repeats": "5"},
         SERVER_FLAGS,
-        "the speed table of the README",
+        "the speed table of the tiny pair",
     ),
     "copies": Preset(
         {**SHARED, "--arms": COPY_ARMS, "--dataset": "synthetic repeating hard"},
@@ -150,9 +150,6 @@ def _parser() -> Parser:
     _add_what(parser.add_argument_group("prompts").add_argument)
     _add_how(parser.add_argument_group("measurement").add_argument)
     return parser
-
-
-Add = Callable[..., argparse.Action]
 
 
 def _add_who(add: Add) -> None:

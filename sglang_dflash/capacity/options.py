@@ -1,15 +1,12 @@
 """Options of `sglang-dflash check --gpu-memory`."""
 
 import argparse
-from collections.abc import Callable
 
 from sglang_dflash import flags
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import MAMBA_RATIO, MAX_REQUESTS, RadixStates
-from sglang_dflash.cli import Parser
-
-Add = Callable[..., argparse.Action]
+from sglang_dflash.cli import Add, Parser
 
 CONTEXT = 8192  # default number of tokens of a request, prompt and answer together
 STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}

@@ -1,12 +1,11 @@
 """Options of `sglang-dflash train`. This module does not import torch, so that `--help` is printed without delay."""
 
 from argparse import ArgumentTypeError
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.cli import Parser
+from sglang_dflash.cli import Add, Parser
 from sglang_dflash.train.sizes import Second
 
 DTYPES = ("bf16", "fp32")
@@ -53,9 +52,6 @@ def _add_draft(draft: Parser) -> None:
     _add_shape(draft.add_argument_group("the draft").add_argument)
     _add_course(draft.add_argument_group("the training").add_argument)
     _add_watch(draft.add_argument_group("checkpoints and evaluation").add_argument)
-
-
-Add = Callable[..., Any]
 
 
 def _add_shape(add: Add) -> None:
