@@ -222,7 +222,7 @@ def _copy_draft_kernel(
     for tile in range(tl.program_id(1), n_tiles, tl.num_programs(1)):
         end = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M], text positions compared with the window's last token
         at = end[None] - j[:, None]  # [W, M]
-        # As an unsigned number a negative position exceeds n, so one comparison checks both bounds.
+        # A negative position exceeds n as an unsigned number, so one comparison checks both bounds.
         token = tl.load(line + at, mask=at.to(tl.uint32) < n.to(tl.uint32), other=-1)
         equal = tl.sum(tl.where(token == window[:, None], bit[:, None], 0), axis=0) & is_text
         run = (equal[None] >> s[:, None]) & _RUN  # [P, M]

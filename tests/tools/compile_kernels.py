@@ -10,7 +10,8 @@ kernel again though `sglang_dflash_kernels.specialisations` lists nothing new, b
 serving; or if it does not compile though something new is listed.
 
 Columns: registers per thread; shared memory in bytes; resident programs per multiprocessor; number of instructions, and
-of those in each innermost loop; number of tensor-core instructions. The last line of stdout is one JSON document.
+number of instructions in each innermost loop; number of tensor-core instructions. The last line of stdout is one JSON
+document.
 """
 
 import argparse

@@ -118,7 +118,7 @@ def rehearsed(
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "LlamaConfig", DENSE_MLP | LLAMA3_ROPE),
-    # As in Qwen3-4B, one matrix is embedding and head.
+    # One matrix is embedding and head, as in Qwen3-4B.
     "qwen3-tied": Family("Qwen3ForCausalLM", "Qwen3Config", DENSE_MLP | {"tie_word_embeddings": True}),
     "qwen3-moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", DENSE_MLP | EXPERTS),
     "qwen3.5": Family(

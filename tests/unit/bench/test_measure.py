@@ -161,7 +161,7 @@ def test_percentiles_are_observed_values():
 
 
 def test_steps_by_position_come_from_the_histogram():
-    # Of 10 steps, 4 accepted no draft, 3 one, 1 two and 2 three. So 6 accepted the first, 3 the second, 2 the third.
+    # 4 of 10 steps accepted no draft, 3 one, 1 two and 2 three. So 6 accepted the first, 3 the second, 2 the third.
     meta = {"spec_verify_ct": 10, "spec_num_correct_drafts": 11, "spec_correct_drafts_histogram": [4, 3, 1, 2]}
     steps = steps_of(meta, n_tokens=22)
     assert steps == Steps(10, 11, (6, 3, 2))

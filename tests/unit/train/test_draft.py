@@ -176,7 +176,7 @@ def test_a_draft_starts_with_the_targets_last_layers():
     start_from(initialised(draft), target)
     ids_1S = torch.randint(0, 63, (1, 12))
     output = target(ids_1S, output_hidden_states=True)
-    # Of the features only the last, the output of layer 3, is used. The block has one slot, which holds the last token.
+    # Only the last feature, the output of layer 3, is used. The block has one slot, which holds the last token.
     features = torch.cat([torch.randn_like(output.hidden_states[4]), output.hidden_states[4]], dim=-1)
     first = draft.layers[:1]
     draft.layers = first  # the second layer would need the first one's output as context
