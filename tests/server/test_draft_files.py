@@ -90,7 +90,7 @@ def test_overrides_of_the_target_leave_the_draft_unchanged(
     log = server.log_text()
     for line in (
         "was trained for 64 positions and serves 8192",
-        "says vocab_size 1000 and uses the target's embedding and head of 1024 rows",
+        "has vocab_size 1000 and uses the target's embedding and head of 1024 rows",
         "embed_tokens.weight, lm_head.weight, verifier_norm.weight stay unused",
     ):
         assert line in log, line
