@@ -166,8 +166,9 @@ def _token_ids(found: Any, where: str) -> TokenIds:
 def _of_packages(name: str, n: int) -> Task:
     """Return prompts for edits of functions, or for summaries of documentation, from `PACKAGES`."""
     found = sources.pieces_of([sources.folder_of(package) for package in PACKAGES])
-    asks: Sequence[str] = sources.EDITS if name == EDITS else sources.SUMMARIES
-    prompts = list(sources.of_kind(found, n, SEED, asks, code=name == EDITS))
+    is_edits = name == EDITS
+    asks: Sequence[str] = sources.EDITS if is_edits else sources.SUMMARIES
+    prompts = list(sources.of_kind(found, n, SEED, asks, sources.Kind.CODE if is_edits else sources.Kind.TEXT))
     return Task(name, ", ".join(f"{package} {version(package)}" for package in PACKAGES), prompts)
 
 

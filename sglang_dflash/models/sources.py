@@ -2,9 +2,12 @@
 
 import ast
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from textwrap import dedent
+from typing import NamedTuple
 
 Messages = list[dict[str, str]]
 
@@ -18,6 +21,12 @@ EDITS = (
     "Return the function unchanged, but rename it to `new_name`.",
 )
 ON_CODE = (*EDITS, "Explain what this function does.", "Write a test for this function.")
+COMPLETIONS = (
+    "Complete this function.",
+    "Write the body of this function.",
+    "Write a solution to the following problem.",
+    "Implement the following function in Python, and explain it in one sentence.",
+)
 SUMMARIES = (
     "Summarize the following text in two sentences.",
     "Summarize the text below in a short paragraph.",
@@ -34,6 +43,21 @@ ON_TEXT = (
 NOT_SOURCE = {"site-packages", "test", "tests"}
 
 
+class Kind(StrEnum):
+    """Kind of a piece."""
+
+    CODE = "code"
+    HEADER = "header"
+    TEXT = "text"
+
+
+class Piece(NamedTuple):
+    """Part of a source file."""
+
+    kind: Kind
+    text: str
+
+
 def sources(folder: Path) -> Iterator[tuple[str, ast.Module]]:
     """Yield text and syntax tree of the Python files in `folder`; skips files that do not parse, such as templates."""
     for path in sorted(folder.rglob("*.py")):
@@ -46,38 +70,48 @@ def sources(folder: Path) -> Iterator[tuple[str, ast.Module]]:
             continue
 
 
-def pieces(text: str, tree: ast.Module) -> Iterator[tuple[bool, str]]:
-    """Yield (is code, text) of one file: functions of 4 to 30 lines, and docstrings of 200 to 1,200 characters."""
+def pieces(text: str, tree: ast.Module) -> Iterator[Piece]:
+    """Yield the pieces of one file: functions of 4 to 30 lines, their headers, and docstrings.
+
+    A header is the source of a function up to its docstring. Sources have at most 1,200 characters, docstrings 200 to
+    1,200.
+    """
+    lines = text.split("\n")
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
             continue
         doc = ast.get_docstring(node)
         if doc and 200 <= len(doc) <= 1200:
-            yield False, doc
+            yield Piece(Kind.TEXT, doc)
         if isinstance(node, ast.FunctionDef) and 4 <= (node.end_lineno or 0) - node.lineno + 1 <= 30:
-            source = ast.get_source_segment(text, node)
-            if source and len(source) <= 1200:
-                yield True, source
+            source = dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+            if len(source) <= 1200:
+                yield Piece(Kind.CODE, source)
+                if doc and len(node.body) > 1:
+                    n_lines = (node.body[0].end_lineno or 0) - node.lineno + 1
+                    yield Piece(Kind.HEADER, "\n".join(source.splitlines()[:n_lines]))
 
 
 def tasks(folders: Sequence[Path], n: int, seed: int) -> Iterator[Messages]:
-    """Yield at most `n` tasks from `folders`, half about code and half about text."""
+    """Yield at most `n` tasks from `folders`: half about code, a third of them completions, and half about text."""
     found = pieces_of(folders)
-    yield from of_kind(found, n // 2, seed, ON_CODE, code=True)
-    yield from of_kind(found, n // 2, seed, ON_TEXT, code=False)
+    n_completions = n // 6
+    yield from of_kind(found, n // 2 - n_completions, seed, ON_CODE, Kind.CODE)
+    yield from of_kind(found, n_completions, seed, COMPLETIONS, Kind.HEADER)
+    yield from of_kind(found, n // 2, seed, ON_TEXT, Kind.TEXT)
 
 
-def pieces_of(folders: Sequence[Path]) -> set[tuple[bool, str]]:
-    """Return the distinct (is code, text) pieces of all files in `folders`. Parses every file."""
+def pieces_of(folders: Sequence[Path]) -> set[Piece]:
+    """Return the distinct pieces of all files in `folders`. Parses every file."""
     return {piece for folder in folders for source in sources(folder) for piece in pieces(*source)}
 
 
-def of_kind(found: set[tuple[bool, str]], n: int, seed: int, asked: Sequence[str], *, code: bool) -> Iterator[Messages]:
-    """Yield at most `n` tasks: a random one of `asked`, about a function (`code`) or a docstring."""
-    random = Random(f"{seed}/{code}")
-    texts = sorted(text for is_code, text in found if is_code == code)
+def of_kind(found: set[Piece], n: int, seed: int, asked: Sequence[str], kind: Kind) -> Iterator[Messages]:
+    """Yield at most `n` tasks: a random one of `asked`, about a piece of the given kind."""
+    random = Random(f"{seed}/{kind}")
+    texts = sorted(piece.text for piece in found if piece.kind == kind)
     for text in random.sample(texts, min(len(texts), n)):
-        body = f"```python\n{text}\n```" if code else text
+        body = text if kind == Kind.TEXT else f"```python\n{text}\n```"
         yield [{"role": "user", "content": f"{random.choice(asked)}\n\n{body}"}]
 
 

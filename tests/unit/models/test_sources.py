@@ -7,15 +7,18 @@ import pytest
 from sglang_dflash.models import sources
 
 
-def test_tasks_take_functions_and_documentation(tmp_path: Path) -> None:
+def test_tasks_take_functions_headers_and_documentation(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
-    source = '"""' + "Text of a module. " * 15 + '"""\n\n\ndef double(x):\n    y = x\n    y = y + x\n    return y\n'
+    source = '"""' + "Text of a module. " * 15 + '"""\n\n\nclass A:\n'
+    source += '    def double(x):\n        """Double it."""\n        y = x\n        y = y + x\n        return y\n'
     (tmp_path / "a.py").write_text(source)
     (tmp_path / "tests" / "b.py").write_text(source.replace("double", "triple"))
     (tmp_path / "template.py").write_text("{{ not python }")
-    found = [messages[0]["content"] for messages in sources.tasks([tmp_path], 10, 0)]
-    assert len(found) == 2
-    assert any("```python\ndef double(x):" in text for text in found)
+    found = [messages[0]["content"] for messages in sources.tasks([tmp_path], 12, 0)]
+    assert len(found) == 3
+    header = '```python\ndef double(x):\n    """Double it."""\n'
+    assert any(f"{header}    y = x\n" in text for text in found)
+    assert any(f"{header}```" in text for text in found)
     assert any("Text of a module." in text for text in found)
 
 
