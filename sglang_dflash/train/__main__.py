@@ -2,8 +2,8 @@
 
     sglang-dflash train draft --target PATH --data FILE --out DIR
     torchrun --nproc-per-node 8 -m sglang_dflash.train draft --target PATH --data FILE --out DIR
-    sglang-dflash train prompts --server URL --target PATH --out FILE
-    sglang-dflash train answers --server URL --prompts FILE --out FILE
+    sglang-dflash train prompts --target PATH [--server URL] --out FILE
+    sglang-dflash train answers (--target PATH | --server URL) --prompts FILE --out FILE
     sglang-dflash train chats --out FILE
     sglang-dflash train tiny [--kind hybrid|dense] [--out DIR]
 

@@ -1,24 +1,22 @@
-"""Training text from the target: an OpenAI server answers prompts, one line of JSON per conversation.
+"""Training text from the target: answers to prompts, one line of JSON per conversation.
 
 Each line is written when its answer arrives, so an interrupted run resumes with the prompts that have no line yet.
 """
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from openai import APIError, AsyncOpenAI
-from openai.types.chat import ChatCompletionMessage
 from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from sglang_dflash.train.chat import require_line
 
 Messages = list[dict[str, Any]]
 Line = dict[str, Any]  # messages, and perhaps tools and chat_template_kwargs
+Write = Callable[[Line | None], None]  # called once per prompt, with None for an empty answer
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,28 @@ class Sampling:
     temperature: float = 0.7
     max_tokens: int = 256
     seed: int = 0
+
+    def temperature_of(self, number: int) -> float:
+        """Return the temperature of the prompt with this number."""
+        return self.temperature if number % 2 else 0.0
+
+
+class Source(Protocol):
+    """The target as a writer of training text: a server, or a model in this process."""
+
+    def answer(self, prompts: Sequence[tuple[int, Line]], sampling: Sampling, write: Write) -> None:
+        """Answer numbered prompts, in any order.
+
+        Raises:
+            ValueError: a prompt cannot be answered. Lines that are already written remain.
+        """
+
+    def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int) -> list[str]:
+        """Continue texts at temperature 0.9 until `stop`, and return those that reached it in 120 tokens.
+
+        Args:
+            starts: pairs of a text that is not returned and the first words of the returned text.
+        """
 
 
 def name_of(line: Line) -> str:
@@ -70,46 +90,12 @@ def answered(out: Path) -> Iterator[str]:
         yield name_of(row | {"messages": row["messages"][:-1]})
 
 
-async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, number: int) -> Line | None:
-    """Return the line with the target's answer; None if the answer is empty. Even numbers are answered greedily."""
-    reply = await client.chat.completions.create(
-        model=model,
-        messages=line["messages"],
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature if number % 2 else 0.0,
-        seed=sampling.seed + number,
-        extra_body={key: value for key, value in line.items() if key != "messages"},
-    )
-    answer = answer_of(reply.choices[0].message)
-    return line | {"messages": [*line["messages"], answer]} if answer else None
-
-
-def answer_of(message: ChatCompletionMessage) -> dict[str, Any] | None:
-    """Return the answer as a message with its reasoning and tool calls; None if it is empty."""
-    text, thoughts = message.content, (message.model_extra or {}).get("reasoning_content")
-    if not message.tool_calls and not (text and text.strip()):
-        return None
-    answer: dict[str, Any] = {"role": "assistant", "content": text}
-    if thoughts:
-        answer["reasoning_content"] = thoughts
-    if message.tool_calls:
-        kept = {"id", "type", "function"}
-        answer["tool_calls"] = [call.model_dump(include=kept) for call in message.tool_calls]
-    return answer
-
-
-async def write_answers(
-    client: AsyncOpenAI, prompts: Sequence[Line], out: Path, sampling: Sampling, *, at_once: int
-) -> int:
-    """Append a line to `out` for each prompt that has none yet, with `at_once` requests in flight.
-
-    Returns:
-        The number of lines written.
+def write_answers(source: Source, prompts: Sequence[Line], out: Path, sampling: Sampling) -> int:
+    """Append a line to `out` for each prompt that has none yet, and return the number of lines written.
 
     Raises:
-        openai.APIError: the server refuses a prompt. Lines that are already written remain.
+        ValueError: a prompt cannot be answered. Lines that are already written remain.
     """
-    model = (await client.models.list()).data[0].id
     done = set(answered(out))
     missing = [(number, line) for number, line in enumerate(prompts) if name_of(line) not in done]
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -117,37 +103,15 @@ async def write_answers(
     columns = (*Progress.get_default_columns()[:2], TimeElapsedColumn(), TimeRemainingColumn())
     with out.open("a") as file, Progress(*columns) as progress:
         bar = progress.add_task("answers", total=len(prompts), completed=len(prompts) - len(missing))
-        work = (ask(client, model, line, sampling, number) for number, line in missing)
-        async for line in in_flight(work, at_once):
+
+        def write(line: Line | None) -> None:
+            nonlocal written
             progress.advance(bar)
             if line:
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 written += 1
+
+        if missing:
+            source.answer(missing, sampling, write)
     return written
-
-
-async def in_flight(work: Iterator[Any], at_once: int) -> AsyncIterator[Any]:
-    """Yield the results of coroutines as they finish, with at most `at_once` running."""
-    running: set[asyncio.Task[Any]] = set()
-    for coroutine in work:
-        running.add(asyncio.create_task(coroutine))
-        if len(running) >= at_once:
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                yield task.result()
-    for result in asyncio.as_completed(running):
-        yield await result
-
-
-def run(server: str, prompts: Path, out: Path, sampling: Sampling, at_once: int) -> int:
-    """Answer the prompts of a file and return the number of lines written.
-
-    Raises:
-        ValueError: the file is invalid, or the server refuses a prompt.
-    """
-    client = AsyncOpenAI(base_url=server, api_key="none", timeout=3600)
-    try:
-        return asyncio.run(write_answers(client, read_prompts(prompts), out, sampling, at_once=at_once))
-    except APIError as error:
-        raise ValueError(f"{server} refused: {error}; the answers so far are in {out}") from error

@@ -83,6 +83,12 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
     return found
 
 
+def rendered_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a conversation without an answer as the target reads it, with the header of the answer."""
+    variables = (row.get("chat_template_kwargs") or {}) | {"add_generation_prompt": True}
+    return render(tokenizer, [served(message) for message in row["messages"]], [], variables)
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]], variables: dict[str, Any]
 ) -> str:

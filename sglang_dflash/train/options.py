@@ -15,6 +15,7 @@ SECOND_HELP = {
     "selector_rank": "rank of the selector's two tables",
     "selector_top_k": "candidates per slot",
 }
+DEVICE_HELP = "torch device (default: cuda if there is a GPU, else cpu)"
 SEED: dict[str, Any] = {"type": int, "default": 0, "help": "seed of all random draws"}
 
 
@@ -96,7 +97,7 @@ def _add_course(add: Add) -> None:
     )
     add("--seed", **SEED)
     add("--cache", type=Path, help="folder to keep the target's features in (default: the target reads every epoch)")
-    add("--device", help="torch device (default: cuda if there is a GPU, else cpu)")
+    add("--device", help=DEVICE_HELP)
     add("--dtype", choices=DTYPES, default="bf16", help="of target, forward and saved draft; weights train in fp32")
 
 
@@ -108,14 +109,14 @@ def _add_watch(add: Add) -> None:
 
 
 def _add_prompts(asks: Parser) -> None:
-    asks.add_argument("--target", required=True, help="folder or hub name of the target, for its chat template")
+    asks.add_argument("--target", required=True, help="folder or hub name of the target")
     asks.add_argument("--out", type=Path, required=True, help=".jsonl to write")
     asks.add_argument("--turns", type=int, default=2000, help="user turns that the target writes")
     asks.add_argument("--tasks", type=int, default=2000, help="tasks about code and documentation")
     asks.add_argument(
         "--folders", type=Path, nargs="*", help="Python packages for the tasks (default: Python's standard library)"
     )
-    _add_server(asks.add_argument)
+    _add_source(asks.add_argument)
 
 
 def _add_answers(answers: Parser) -> None:
@@ -124,12 +125,18 @@ def _add_answers(answers: Parser) -> None:
     add("--out", type=Path, required=True, help=".jsonl to append to; prompts answered there are not sent again")
     add("--temperature", type=float, default=0.7, help="temperature of every second answer; the others are greedy")
     add("--max-tokens", type=int, default=256, help="most tokens of an answer")
-    _add_server(add)
+    add("--target", help="folder or hub name of the target; needed without --server")
+    _add_source(add)
 
 
-def _add_server(add: Add) -> None:
-    add("--server", default="http://127.0.0.1:30000/v1", help="OpenAI-compatible server of the target")
-    add("--at-once", type=int, default=32, help="requests in flight")
+def _add_source(add: Add) -> None:
+    add(
+        "--server",
+        help="OpenAI-compatible server of the target, such as http://127.0.0.1:30000/v1 "
+        "(default: Transformers runs the target in this process)",
+    )
+    add("--at-once", type=int, default=32, help="requests in flight, or rows of a batch")
+    add("--device", help=DEVICE_HELP)
     add("--seed", **SEED)
 
 

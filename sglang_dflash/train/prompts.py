@@ -4,17 +4,15 @@ A chat model that continues the header of a user turn writes a typical question.
 questions, which add variety. Tasks take functions and documentation from installed Python packages.
 """
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from openai import AsyncOpenAI
 from transformers import PreTrainedTokenizerBase
 
 from sglang_dflash.models.sources import tasks
-from sglang_dflash.train.answers import Messages, in_flight
+from sglang_dflash.train.answers import Messages, Source
 
 OPENINGS = (
     *("", "What", "How", "Why", "Who", "When", "Can you", "Write", "Write a Python function", "Write a short story"),
@@ -31,28 +29,16 @@ def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     return before, after
 
 
-async def user_turns(
-    client: AsyncOpenAI, tokenizer: PreTrainedTokenizerBase, n: int, seed: int, at_once: int
-) -> Iterator[Messages]:
+def user_turns(source: Source, tokenizer: PreTrainedTokenizerBase, n: int, seed: int) -> Iterator[Messages]:
     """Let the target write `n` user turns at temperature 0.9; return the distinct ones of 8 to 400 characters."""
     before, after = user_header(tokenizer)
-    model = (await client.models.list()).data[0].id
-    stop = after.strip().splitlines()[0]
-
-    async def one(i: int) -> str:
-        opening = OPENINGS[i % len(OPENINGS)]
-        reply = await client.completions.create(
-            model=model, prompt=before + opening, max_tokens=120, temperature=0.9, seed=seed + i, stop=stop
-        )
-        finished = reply.choices[0].finish_reason == "stop"
-        return (opening + reply.choices[0].text).strip() if finished else ""
-
-    found = [text async for text in in_flight((one(i) for i in range(n)), at_once)]
-    return ([{"role": "user", "content": text}] for text in sorted(set(found)) if 8 <= len(text) <= 400)
+    starts = [(before, OPENINGS[i % len(OPENINGS)]) for i in range(n)]
+    found = {text.strip() for text in source.user_turns(starts, after.strip().splitlines()[0], seed)}
+    return ([{"role": "user", "content": text}] for text in sorted(found) if 8 <= len(text) <= 400)
 
 
 def write_prompts(
-    server: str,
+    source: Source,
     tokenizer: PreTrainedTokenizerBase,
     folders: list[Path],
     out: Path,
@@ -60,15 +46,10 @@ def write_prompts(
     turns: int,
     n_tasks: int,
     seed: int,
-    at_once: int,
 ) -> int:
     """Write prompts to the file `out` in random order, one conversation per line, and return their number."""
-
-    async def written() -> list[Messages]:
-        async with AsyncOpenAI(base_url=server, api_key="none", timeout=3600) as client:
-            return list(await user_turns(client, tokenizer, turns, seed, at_once)) if turns else []
-
-    found = [*asyncio.run(written()), *tasks(folders, n_tasks, seed)]
+    written = list(user_turns(source, tokenizer, turns, seed)) if turns else []
+    found = [*written, *tasks(folders, n_tasks, seed)]
     Random(seed).shuffle(found)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in found))

@@ -14,6 +14,8 @@ from sglang_dflash.tiny import corpus
 from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import FeatureCache
+from sglang_dflash.train.from_model import ModelSource
+from sglang_dflash.train.from_server import ServerSource
 from sglang_dflash.train.loop import TrainRecipe
 from sglang_dflash.train.options import DTYPES
 from sglang_dflash.train.ranks import joined
@@ -48,7 +50,7 @@ def run_draft(args: argparse.Namespace) -> None:
         facts={"text": text_digest(documents), "rows": args.rows},
         frequent=batches.most_frequent(args.scored) if args.scored else None,
     )
-    with joined(args.device or ("cuda" if torch.cuda.is_available() else "cpu")) as (ranks, device):
+    with joined(default_device(args.device)) as (ranks, device):
         if args.rows % ranks.n:
             raise ValueError(
                 f"--rows {args.rows} cannot be shared evenly by {ranks.n} processes; give a multiple of {ranks.n}"
@@ -112,14 +114,28 @@ def recipe_of(args: argparse.Namespace) -> TrainRecipe:
 def run_prompts(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     folders = args.folders or [Path(sysconfig.get_paths()["stdlib"])]
-    options = {"turns": args.turns, "n_tasks": args.tasks, "seed": args.seed, "at_once": args.at_once}
-    print(f"{prompts.write_prompts(args.server, tokenizer, folders, args.out, **options):,} prompts in {args.out}")
+    options = {"turns": args.turns, "n_tasks": args.tasks, "seed": args.seed}
+    n = prompts.write_prompts(source_of(args), tokenizer, folders, args.out, **options)
+    print(f"{n:,} prompts in {args.out}")
 
 
 def run_answers(args: argparse.Namespace) -> None:
     sampling = answers.Sampling(args.temperature, args.max_tokens, args.seed)
-    n = answers.run(args.server, args.prompts, args.out, sampling, args.at_once)
+    n = answers.write_answers(source_of(args), answers.read_prompts(args.prompts), args.out, sampling)
     print(f"{n:,} answers written to {args.out}")
+
+
+def source_of(args: argparse.Namespace) -> answers.Source:
+    """Return the server, or else load the target into this process."""
+    if args.server:
+        return ServerSource(args.server, args.at_once)
+    if not args.target:
+        raise ValueError("nothing answers; give --server URL, or --target PATH to run the target in this process")
+    return ModelSource.load(args.target, args.at_once, default_device(args.device))
+
+
+def default_device(asked: str | None) -> str:
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run_chats(args: argparse.Namespace) -> None:

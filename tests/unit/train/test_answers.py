@@ -1,6 +1,5 @@
 """Training text from a served target: requests, written lines, and resuming after an interruption."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from transformers import AutoTokenizer
 
 from sglang_dflash.tiny.pairs import DENSE
 from sglang_dflash.train import answers, prompts
+from sglang_dflash.train.from_server import ServerSource
 
 
 class Server:
@@ -41,7 +41,8 @@ class Server:
 
 
 def written(server: Server, asked: list[answers.Line], out: Path, *sampling: float, at_once: int = 1) -> int:
-    return asyncio.run(answers.write_answers(server.client, asked, out, answers.Sampling(*sampling), at_once=at_once))
+    source = ServerSource("http://server/v1", at_once, server.client)
+    return answers.write_answers(source, asked, out, answers.Sampling(*sampling))
 
 
 def turn(text: str) -> answers.Messages:
@@ -108,6 +109,6 @@ def test_a_bad_prompt_is_named(tmp_path, second, message):
 def test_user_turns_continue_the_targets_user_header() -> None:
     server, tokenizer = Server(), AutoTokenizer.from_pretrained(DENSE.target)
     before, _ = prompts.user_header(tokenizer)
-    found = list(asyncio.run(prompts.user_turns(server.client, tokenizer, 4, 0, at_once=2)))
+    found = list(prompts.user_turns(ServerSource("", 2, server.client), tokenizer, 4, 0))
     assert all(body["prompt"].startswith(before) for body in server.asked)
     assert turn("What is 1, and why?") in found

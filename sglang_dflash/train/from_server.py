@@ -1,0 +1,92 @@
+"""Training text from a served target, by its OpenAI API."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from openai import APIError, AsyncOpenAI
+from openai.types.chat import ChatCompletionMessage
+
+from sglang_dflash.train.answers import Line, Sampling, Write
+
+
+class ServerSource:
+    """Server of the target, with `at_once` requests in flight. See `answers.Source`."""
+
+    def __init__(self, url: str, at_once: int, client: AsyncOpenAI | None = None) -> None:
+        self.url = url
+        self.at_once = at_once
+        self.client = client or AsyncOpenAI(base_url=url, api_key="none", timeout=3600)
+
+    def answer(self, prompts: Sequence[tuple[int, Line]], sampling: Sampling, write: Write) -> None:
+        async def run() -> None:
+            model = await self.model()
+            work = (ask(self.client, model, line, sampling, number) for number, line in prompts)
+            async for line in in_flight(work, self.at_once):
+                write(line)
+
+        try:
+            asyncio.run(run())
+        except APIError as error:
+            raise ValueError(f"{self.url} refused: {error}; answers so far are kept") from error
+
+    def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int) -> list[str]:
+        async def run() -> list[str]:
+            model = await self.model()
+
+            async def one(number: int, before: str, opening: str) -> str | None:
+                reply = await self.client.completions.create(
+                    model=model, prompt=before + opening, max_tokens=120, temperature=0.9, seed=seed + number, stop=stop
+                )
+                choice = reply.choices[0]
+                return opening + choice.text if choice.finish_reason == "stop" else None
+
+            work = (one(number, *start) for number, start in enumerate(starts))
+            return [text async for text in in_flight(work, self.at_once) if text is not None]
+
+        return asyncio.run(run())
+
+    async def model(self) -> str:
+        """Return the name of the served model."""
+        return (await self.client.models.list()).data[0].id
+
+
+async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, number: int) -> Line | None:
+    """Return the line with the target's answer; None if the answer is empty. Even numbers are answered greedily."""
+    reply = await client.chat.completions.create(
+        model=model,
+        messages=line["messages"],
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature_of(number),
+        seed=sampling.seed + number,
+        extra_body={key: value for key, value in line.items() if key != "messages"},
+    )
+    answer = answer_of(reply.choices[0].message)
+    return line | {"messages": [*line["messages"], answer]} if answer else None
+
+
+def answer_of(message: ChatCompletionMessage) -> dict[str, Any] | None:
+    """Return the answer as a message with its reasoning and tool calls; None if it is empty."""
+    text, thoughts = message.content, (message.model_extra or {}).get("reasoning_content")
+    if not message.tool_calls and not (text and text.strip()):
+        return None
+    answer: dict[str, Any] = {"role": "assistant", "content": text}
+    if thoughts:
+        answer["reasoning_content"] = thoughts
+    if message.tool_calls:
+        kept = {"id", "type", "function"}
+        answer["tool_calls"] = [call.model_dump(include=kept) for call in message.tool_calls]
+    return answer
+
+
+async def in_flight(work: Iterator[Any], at_once: int) -> AsyncIterator[Any]:
+    """Yield the results of coroutines as they finish, with at most `at_once` running."""
+    running: set[asyncio.Task[Any]] = set()
+    for coroutine in work:
+        running.add(asyncio.create_task(coroutine))
+        if len(running) >= at_once:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                yield task.result()
+    for result in asyncio.as_completed(running):
+        yield await result
