@@ -7,7 +7,7 @@
     verify     score the block with the target   stages/verifier.py
     choose     draw the target's own tokens      stages/choice.py
     accept     accept drafts, add the bonus      kernels/accept.py
-    count      count tokens, and gains of copies  stages/choice.py, stages/copier.py
+    count      count tokens and gains of copies  stages/choice.py, stages/copier.py
     commit     advance recurrent states          stages/state.py
     publish    give the scheduler the lengths
     append     write context K/V of kept rows    stages/context_kv.py
