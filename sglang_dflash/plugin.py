@@ -2,8 +2,8 @@
 
 SGLang logs and ignores an error in `register`. Checks therefore run inside the hooks, where an error stops the launch.
 If SGLang has another version or lacks a name to hook, `register` ends the process. With SGLANG_DFLASH_WORKER=stock it
-only logs a warning. A launch is checked twice: seconds after the start, when the launching process resolves the
-arguments, and in each scheduler process before the worker is built.
+only logs a warning. A launch is checked seconds after the start, when the launching process resolves the
+arguments, and again in each scheduler process before the worker is built.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Types that the stages of a decode step exchange.
 
-With n accepted drafts, a step EMITS n + 1 tokens (drafts 1..n, then the bonus) and KEEPS n + 1 rows (the anchor, then
-drafts 1..n). The numbers are equal, but the rows are shifted by one: the bonus has no K/V and no features until the
-next step, when it is the anchor. These types contain no requests, models or kernels.
+With n accepted drafts, a step EMITS n + 1 tokens: drafts 1..n, then the bonus. It KEEPS n + 1 rows: the anchor, then
+drafts 1..n. The numbers are equal, but the rows are shifted by one. The bonus has no K/V and no features until the next
+step, when it is the anchor. These types contain no requests, models or kernels.
 """
 
 from __future__ import annotations

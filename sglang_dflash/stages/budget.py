@@ -5,7 +5,7 @@ graphs and have only plain greedy requests.
 
 A launch is a kernel, a copy or a replayed graph. `LAUNCHES` lists the number on a GPU, computed from SGLang's CUDA
 branches and not measured, and the limit in the emulation. The limit is higher if SGLang's CPU form of a CUDA kernel has
-several operations, as for filling a graph's inputs, norms, and the windows of a convolution.
+several operations. Examples are filling a graph's inputs, norms, and the windows of a convolution.
 
     stage      GPU  launches on a GPU
     plan         2  tokens, positions and slots of the block; those of the verified part if the width differs

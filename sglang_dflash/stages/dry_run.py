@@ -1,6 +1,6 @@
 """Dry run: steps of dummy requests at server start, which compile kernels and measure step times.
 
-The request table has no slots for dummy requests, so steps read and write the pools' padding slots, or ring buffers
+The request table has no slots for dummy requests. So steps read and write the pools' padding slots, or ring buffers
 that no request uses yet. Each dummy request has its own recurrent state (`own_states`). If all shared one state, the
 GPU would read this state from its cache, and measured times would be too short.
 """

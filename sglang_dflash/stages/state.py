@@ -1,11 +1,12 @@
 """Commit: advance the recurrent states of hybrid targets after a partly accepted block.
 
 Attention needs no commit, because K/V of rejected drafts are not read again. A recurrent state that has read a whole
-block cannot be changed back to an earlier token. So a verify leaves the persistent state unchanged, and stores the data
-with which commit advances the state: the state after every token (snapshot), or each token's contribution (fold).
+block cannot be changed back to an earlier token. So a verify leaves the persistent state unchanged, and stores data
+with which commit advances it. These data are the state after every token (snapshot), or each token's contribution
+(fold).
 
 Tracking: at committed lengths that are multiples of the track interval, the state is copied to the request's track
-slot, from which the prefix cache can resume.
+slot. The prefix cache can resume from there.
 
 In a block of one token nothing can be rejected. So with fold, the target decodes this token as without speculation, and
 updates its state in place.
@@ -96,8 +97,8 @@ class FoldState:
     SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs. The
     windows of the causal convolution (its last inputs) are small, so SGLang's own code stores and copies them.
 
-    On a GPU a commit has three launches for any number of layers: SGLang's search for slots (`BlockSlots`), the fold
-    (including tracked states), and SGLang's copy of the windows (one launch per copy if they are not bf16).
+    On a GPU a commit has three launches for any number of layers. They are SGLang's search for slots (`BlockSlots`),
+    the fold, including tracked states, and SGLang's copy of the windows (one launch per copy if they are not bf16).
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
