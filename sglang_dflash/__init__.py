@@ -6,15 +6,14 @@ A large language model, the target, writes one token per forward. DFlash (arXiv 
 2. The draft does not read the text itself. Hidden states of a few target layers (the features) are projected into K and
    V for every draft layer. These K and V are the draft's context, and make its guesses good.
 3. The target scores the block in one forward, which costs little more than scoring one token.
-4. Drafts are kept up to the first that differs from the target's own token. Then one more token of the target's
-   follows. So the output is exactly the target's, and a step commits 1 to N tokens for little more than the price of
-   one.
+4. Drafts before the first one that differs from the target's own token are kept. Then the target's own token is added.
+   So the output is exactly the target's, and a step commits 1 to N tokens for little more than the price of one.
 5. The features of the kept tokens are added to the draft's context, and the next block starts.
 
 Dimensions. In this package a tensor's suffix is its shape, as in `tokens_BN`:
 
     B  requests in the batch            H  hidden size
-    N  tokens per block                 C  features: captured layers x H
+    N  tokens per block, or the width   C  features: captured layers x H
     D  drafts per block, N - 1          T  packed rows: tokens of several prompts or blocks
     V  vocabulary, or a rank's shard    L  draft layers     G  KV heads     E  head width
 
@@ -27,11 +26,11 @@ Terms, with the same meaning in every module (fields and arguments that SGLang r
     bonus         the target's own token after the accepted drafts, and the next anchor
     committed     the tokens that a step emits: the accepted drafts, then the bonus
     kept rows     rows of the anchor and the accepted drafts: as many as committed tokens, but shifted by one
-    prefix_len    committed length before the step; `next_prefix_len` after it
+    prefix_len    number of committed tokens before the anchor; `next_prefix_len`: before the next anchor
     features      captured hidden states of the target
     context KV    draft K and V made from features
     slot          an index in the block, 0..N-1; a KV slot is a row of a cache
-    width         number of tokens of a block that are verified
+    width         number of verified tokens per block; beyond N, n-gram copies fill the block
 """
 
 __version__ = "0.1.0"

@@ -10,20 +10,20 @@ Add = Callable[..., Action]  # `add_argument` of a parser or of a group
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return `; did you mean NAME?` with the known name most similar to `word` in any case; "" if none is similar."""
+    """Return `; did you mean NAME?` with the known name most similar to `word`; "" if none is. Case is ignored."""
     by_lower = {name.lower(): name for name in known}
     found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[found[0]]}?" if found else ""
 
 
 def nearest_or_all(word: str, known: Iterable[str]) -> str:
-    """Return the nearest name like `nearest`; if none is near, `; use one of NAME, ...` with all names."""
+    """Return the result of `nearest`; if no name is similar, return `; use one of NAME, ...` with all names."""
     names = list(known)
     return nearest(word, names) or f"; use one of {', '.join(names)}"
 
 
 class Help(ArgumentDefaultsHelpFormatter):
-    """Help format that appends an option's default, unless the option is a switch or its help mentions a default."""
+    """Help format that appends an option's default, unless it is a bool or a list, or the help mentions a default."""
 
     def _get_help_string(self, action: Action) -> str | None:
         is_plain = action.default in (None, SUPPRESS, "") or isinstance(action.default, bool | list | tuple)
@@ -44,7 +44,7 @@ class Parser(ArgumentParser):
         super().error(message + self.suggestion(message))
 
     def suggestion(self, message: str) -> str:
-        """Return the nearest name for the first misspelt word of an argparse message."""
+        """Return a suggestion, see `nearest`, for an argparse message about unknown options or an invalid choice."""
         if unknown := re.match(r"unrecognized arguments: (.*)", message):
             words = (word.split("=")[0] for word in unknown[1].split() if word.startswith("--"))
             return next(filter(None, (nearest(word, self.option_names()) for word in words)), "")
@@ -53,7 +53,7 @@ class Parser(ArgumentParser):
         return ""
 
     def option_names(self) -> Iterator[str]:
-        """Yield the names of all options, those of subcommands included."""
+        """Yield the names of all `--` options, including those of subcommands."""
         yield from (name for name in self._option_string_actions if name.startswith("--"))
         for action in self._actions:
             choices = action.choices.values() if isinstance(action.choices, dict) else ()

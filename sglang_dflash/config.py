@@ -1,8 +1,8 @@
-"""`DFlashConfig`: frozen record of every choice made before weights load, checked once per process.
+"""`DFlashConfig`: frozen record of every choice made before weights load. Building the record checks them.
 
-The choices depend on the draft checkpoint, the server's arguments, the target and the environment flags. `combine` is a
-pure function of a record of each, so its errors are tested without SGLang. Each error is one sentence and names the
-flag or field to change. `host/arguments.py` reads SGLang's arguments.
+The choices depend on the draft checkpoint, the server's arguments, the target and the environment flags. There is a
+record of each, and `combine` is a pure function of the four records. So its errors are tested without SGLang. Each
+error is one sentence and names the flag or field to change. `host/arguments.py` reads SGLang's arguments.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_dflash.memory.draft_kv import DraftKV
 
 DRAFT_QUANTIZATIONS = ("fp8", "unquant")
-FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  # devices able to run an fp8 head
+FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  # values of `device_of` that allow fp8
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,15 @@ class DFlashConfig:
         gdn_state: method that advances the target's recurrent states; None if the target has none or this server
             never verifies.
         attention_dp: attention is data parallel, so groups of ranks serve different requests.
-        slots_are_ours: only this worker fills KV slots, from prompts and blocks. False with a host cache
-            (`--enable-hierarchical-cache`) or disaggregation, which copy K/V into slots.
+        slots_are_ours: only this worker reads and writes KV slots. False with a host cache
+            (`--enable-hierarchical-cache`) or disaggregation, because SGLang then copies K/V out of or into slots.
         draft_quantization: value for `--speculative-draft-model-quantization`, applied to the draft's linear layers at
             load; None: not quantized, even if the target is.
         dtype: dtype of the target, also used for the draft's weights and activations, e.g. "bfloat16".
         draft_load_format: value for `--speculative-draft-load-format`; None: the target's format.
         draft_window: number of context tokens per request that the draft keeps and attends to; None: all. The smaller
             of `--speculative-draft-window-size` and, if every draft layer is a sliding layer, the checkpoint's window.
+            With disaggregation always None.
         draft_attention_backend: attention backend of the draft, see `backends.resolve`.
         disaggregation: value of `--disaggregation-mode`.
         draft: fields of the draft checkpoint.
@@ -78,7 +79,7 @@ class DFlashConfig:
             server_args: SGLang's `ServerArgs`, during or after SGLang's resolution of arguments.
         Raises:
             ValueError: see `flags.read`, `check_arguments`, `checkpoint.read` and `combine`.
-            NotSupported: see `check_arguments` and `combine`.
+            NotSupported: see `check_arguments`, `checkpoint.read` and `combine`.
         """
         flags, arguments = current(), arguments_of(server_args)
         check_arguments(arguments, flags)
@@ -92,7 +93,7 @@ class DFlashConfig:
 
     @cached_property
     def draft_kv(self) -> "DraftKV":
-        """Return the storage of the draft's context K/V, which also counts its memory for SGLang."""
+        """Return the storage of the draft's context K/V. Its hooks make SGLang count the memory."""
         from sglang_dflash.memory.draft_kv import draft_kv
 
         return draft_kv(self.draft_window, self.widest, self.disaggregation)
@@ -153,7 +154,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
 
 
 def check_arguments(arguments: Arguments, flags: Flags) -> None:
-    """Refuse flags that cannot be served exactly with DFLASH, although SGLang accepts them, some with a warning.
+    """Refuse flags that this version cannot serve exactly with DFLASH. SGLang accepts some of them with a warning.
 
     Raises:
         ValueError: a flag contradicts DFLASH, or the draft is missing.
@@ -224,7 +225,7 @@ def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
 
 
 def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
-    """Refuse sizing of pools after graph capture, by which SGLang would give ring buffers the target's slot count."""
+    """Refuse ring buffers if SGLang sizes pools after graph capture: they would get the target's number of slots."""
     if draft_window is not None and arguments.sized_after_capture:
         raise NotSupported(
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the ring buffers would get "
@@ -238,9 +239,9 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
 def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
     """Return the reason why a step must verify the whole block; "" if other widths are possible.
 
-    Of the recurrent layers only Gated DeltaNet supports other widths. For Mamba2, SGLang's verify stores the states of
-    a request at a place computed from the number of verified tokens. SGLang's commit computes the place from the
-    pool's block size.
+    Among recurrent layers, only Gated DeltaNet supports other widths. For Mamba2, SGLang's verify computes the place of
+    a request's states from the number of verified tokens. SGLang's commit computes it from the pool's block size, so
+    both numbers must be equal.
     """
     if arguments.attention_dp:
         return "ranks of attention data parallelism share one width"

@@ -1,7 +1,7 @@
 """Errors of this package. A message is one sentence: the input, the value found and the cure.
 
 Wrong input (a bad checkpoint, a contradictory flag) raises ValueError. Valid input that this plugin cannot serve
-exactly raises NotSupported. An SGLang that lacks a name in use raises HostMismatch.
+exactly raises NotSupported. An SGLang that this version does not fit raises HostMismatch.
 """
 
 # Cure in error messages about launches that SGLang's own worker may be able to serve.
@@ -13,4 +13,4 @@ class NotSupported(ValueError):
 
 
 class HostMismatch(RuntimeError):
-    """Error for an installed SGLang that lacks a name or a parameter listed in `host/sglang-0.5.23.txt`."""
+    """Error for an SGLang of another version, without a name in `host/sglang-0.5.23.txt`, or with a missing hook."""

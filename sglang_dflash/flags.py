@@ -200,7 +200,7 @@ def read(environ: Mapping[str, str]) -> Flags:
     """Return the flags set in `environ`.
 
     Raises:
-        ValueError: a flag has an unknown value, or a `SGLANG_DFLASH_*` name is not a flag.
+        ValueError: a value is unknown or does not fit the worker, or a `SGLANG_DFLASH_*` name is not a flag.
     """
     raw = {flag.name: _value(flag, environ) for flag in FLAGS}
     worker = Worker(raw["SGLANG_DFLASH_WORKER"])
@@ -221,10 +221,10 @@ def read(environ: Mapping[str, str]) -> Flags:
 
 @cache
 def current() -> Flags:
-    """Return the flags of this process. The environment is read once.
+    """Return the flags of this process, read from the environment at the first call without an error.
 
     Raises:
-        ValueError: see `read`. An error is not cached: every call raises it.
+        ValueError: see `read`.
     """
     return read(os.environ)
 

@@ -1,9 +1,9 @@
-"""Entry point of the plugin, `register`, which SGLang calls, and the hooks that it sets.
+"""`register`, the entry point that SGLang calls, and the hooks that it sets.
 
 SGLang logs and ignores an error in `register`. Checks therefore run inside the hooks, where an error stops the launch.
-If a name to hook is missing in SGLang, the hooks cannot be set, so `register` ends the process. A launch is checked
-twice: when the launching process resolves its arguments, seconds after the start, and in each scheduler process before
-it builds its worker.
+If SGLang has another version or lacks a name to hook, `register` ends the process. With SGLANG_DFLASH_WORKER=stock it
+only logs a warning. A launch is checked seconds after the start, when the launching process resolves the
+arguments, and again in each scheduler process before the worker is built.
 """
 
 import logging
@@ -53,7 +53,10 @@ def register() -> None:
 
 
 def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) -> Callable[..., Any]:
-    """Return this plugin's worker for DFLASH, SGLang's otherwise. AROUND `SpeculativeAlgorithm.create_worker`."""
+    """Return the constructor of the worker. Hook around `SpeculativeAlgorithm.create_worker`.
+
+    For other algorithms, or with SGLANG_DFLASH_WORKER=stock, the worker is SGLang's.
+    """
     if not algorithm.is_dflash() or flags.current().worker is Worker.STOCK:
         return stock(algorithm, server_args)
     host.require()
@@ -77,7 +80,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
 
 def hook_scheduler(config: "DFlashConfig") -> None:
-    """Set the hooks that only a scheduler with DFLASH needs. At this time the process has loaded the hooked modules."""
+    """Set the hooks that only a scheduler with DFLASH needs. The process has already loaded the hooked modules."""
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_dflash.draft.weight_push import draft_stays, refuse_unknown, to_target_unless_named
@@ -126,13 +129,13 @@ def hook_scheduler(config: "DFlashConfig") -> None:
 
 
 def add_dflash(result: Any, controller: Any, *_: object) -> Any:
-    """Add this worker's report to SGLang's state. AFTER `SchedulerInternalStateController.get_internal_state`."""
+    """Add this worker's report to SGLang's state. Hook after `SchedulerInternalStateController.get_internal_state`."""
     result.internal_state["dflash"] = controller.scheduler.draft_worker.describe()
     return result
 
 
 def start_metrics(result: None, reporter: Any) -> None:
-    """Start DFLASH metrics if the scheduler reports metrics. AFTER `SchedulerMetricsReporter.__post_init__`."""
+    """Start DFLASH metrics if the scheduler reports metrics. Hook after `SchedulerMetricsReporter.__post_init__`."""
     if not reporter.current_scheduler_metrics_enabled:
         return
     host.check(SECTIONS["metrics"])
@@ -145,12 +148,12 @@ def start_metrics(result: None, reporter: Any) -> None:
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:
-    """Add old flag names that model cards use. AFTER `ServerArgs.add_cli_args`."""
+    """Add old flag names that model cards use. Hook after `ServerArgs.add_cli_args`."""
     flags.add_old_names(parser)
 
 
 def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Convert environment flags to arguments, at the first step of argument resolution."""
+    """Disable the overlap schedule if the environment flags do. Wraps the first step of argument resolution."""
     if asks_for_dflash(server_args) and not flags.current().overlap:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -171,7 +174,7 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def check_requests(server_args: Any) -> None:
-    """Set hooks that check requests, in every process that tokenizes, for servers with and without speculation."""
+    """Set hooks that check requests in every process that tokenizes, for servers with and without speculation."""
     from sglang_dflash.host.admission import hook_tokenizer
 
     hook_tokenizer()
@@ -187,7 +190,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     host.require_live()
     config = DFlashConfig.from_server_args(server_args)
-    # SGLang's own resolution does not replace declared values.
+    # SGLang's own resolution keeps declared values, except the attention backend in some cases, see `keep_backend`.
     declare_resolution(
         server_args,
         "sglang_dflash.config",
@@ -213,8 +216,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 def keep_backend(server_args: Any, name: str) -> None:
     """Declare the draft's backend again if SGLang's resolution has replaced it.
 
-    SGLang allows `trtllm_mha` only for drafts with sliding layers alone, although it computes full layers as well. From
-    the declared backend SGLang derives the dtype of the draft's KV cache, and the bytes that it reserves for it.
+    SGLang replaces `trtllm_mha` if a draft has a full layer and is not causal, although this backend can compute full
+    layers. The dtype of the draft's KV cache and the bytes reserved for the cache depend on the declared backend.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 

@@ -21,7 +21,7 @@ SERVER = ("-m", "sglang.launch_server")
 
 
 class Flag(NamedTuple):
-    """One flag of a launch. `value` is "" for a switch; `why` is "" for flags that every recipe has."""
+    """One flag of a launch. `value` is "" for a switch; `why`, the reason, is "" for flags that need none."""
 
     name: str
     value: str
@@ -49,7 +49,7 @@ def read_flags(pairs: Iterable[Sequence[str]]) -> list[Flag]:
 
 
 def read(text: str) -> dict[str, Recipe]:
-    """Return the recipes by name."""
+    """Return the recipes in `text`, the content of recipes.toml, by name."""
     document = tomllib.loads(text)
     gpus = {gpu: read_flags(pairs) for gpu, pairs in document["gpus"].items()}
     found = {}
@@ -111,7 +111,10 @@ def n_cards(recipe: Recipe, gpu: str) -> str:
 
 
 def find(name: str) -> str | None:
-    """Return the recipe that `name` names, by its own name or its target's or draft's on the hub; None if none does."""
+    """Return the name of the recipe for `name`: a recipe, or a target or draft on the hub; None if there is none.
+
+    Case is ignored, and the organisation of a hub name may be left out.
+    """
     for recipe in RECIPES.values():
         hub = (recipe.target, recipe.draft)
         if name.lower() in {known.lower() for path in (recipe.name, *hub) for known in (path, path.split("/")[-1])}:

@@ -1,8 +1,8 @@
 """Types that the stages of a decode step exchange.
 
-With n accepted drafts, a step EMITS n + 1 tokens (drafts 1..n, then the bonus) and KEEPS n + 1 rows (the anchor, then
-drafts 1..n). The numbers are equal, but the rows are shifted by one: the bonus has no K/V and no features until the
-next step, when it is the anchor. These types contain no requests, models or kernels.
+With n accepted drafts, a step EMITS n + 1 tokens: drafts 1..n, then the bonus. It KEEPS n + 1 rows: the anchor, then
+drafts 1..n. The numbers are equal, but the rows are shifted by one. The bonus has no K/V and no features until the next
+step, when it is the anchor. These types contain no requests, models or kernels.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 
 
 class Block(NamedTuple):
-    """Tokens of every request from the anchor on: the whole block, or the part of the block that is verified."""
+    """Tokens of every request from the anchor on: the whole block, or the tokens to verify."""
 
     tokens_BN: torch.Tensor  # int64, slot 0 the anchor, the rest mask tokens
     positions_BN: torch.Tensor  # int64, absolute
     slots_BN: torch.Tensor  # int64, KV slots in the target's pool
-    # Upper bound of each request's prefix_len + N, for attention backends that plan on the host. Computed from the KV
-    # slots that the scheduler has reserved, so no length is copied from the device.
+    # Upper bound of each request's prefix_len + N, for attention backends that plan on the host. If a backend needs
+    # exact lengths, the bound is exact. Otherwise it is computed from the KV slots that the scheduler has reserved, so
+    # no length is copied from the device.
     bound_B_cpu: torch.Tensor
     bound_sum: int  # sum of `bound_B_cpu`
     kv: KVLocPlan  # `slots_BN` in the form that SGLang's pools and attention backends read
 
 
 class Plan(NamedTuple):
-    """Positions and KV slots of every request's block, and of the part of the block that is verified."""
+    """Positions and KV slots of every request's block, and of the tokens to verify."""
 
     drafted: Block | None  # the whole block; None: only the anchor is verified, without drafts
     verified: Block  # the first `width` tokens; the same object as `drafted` if width is N
-    prefix_len_B: torch.Tensor  # int64, tokens committed before this step
+    prefix_len_B: torch.Tensor  # int64, number of committed tokens before the anchor
     rows_B: torch.Tensor  # int64, row of each request in SGLang's req_to_token
     rows_B_cpu: torch.Tensor  # `rows_B` on the host
 

@@ -7,7 +7,7 @@
     verify     score the block with the target   stages/verifier.py
     choose     draw the target's own tokens      stages/choice.py
     accept     accept drafts, add the bonus      kernels/accept.py
-    count      count tokens, for penalties       stages/choice.py
+    count      count tokens and gains of copies  stages/choice.py, stages/copier.py
     commit     advance recurrent states          stages/state.py
     publish    give the scheduler the lengths
     append     write context K/V of kept rows    stages/context_kv.py
@@ -71,7 +71,7 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class DFlashWorker(BaseSpecWorker):
-    """Worker that serves DFLASH on one rank. SGLang calls its methods for start-up in a fixed order, given below."""
+    """Worker that serves DFLASH on one rank. The start-up methods below are in the order in which SGLang calls them."""
 
     state: State  # for blocks of `config.widest` tokens; set by `init_attention_backends`
     stages: Stages  # set by `prewarm_sampling`, as is `width`
@@ -126,7 +126,7 @@ class DFlashWorker(BaseSpecWorker):
         req_to_token_pool: ReqToTokenPool | None = None,
         token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
     ) -> None:
-        """Allocate the draft's KV pool: the target's slots, or ring buffers with their own request table."""
+        """Allocate the draft's KV pool: a slot per slot of the target, or ring buffers with their own request table."""
         pool, table = self.config.draft_kv.pools(memory_pool_config, req_to_token_pool, self.device)
         with self.making_draft():
             self._draft_worker.alloc_memory_pool(
@@ -136,7 +136,7 @@ class DFlashWorker(BaseSpecWorker):
             )
 
     def init_hicache_draft_plan(self) -> None:
-        """Make the hierarchical cache copy the draft's K/V to the host and back together with the target's.
+        """Plan the hierarchical cache's copies of the draft's K/V to the host and back, together with the target's.
 
         Ring buffers are excluded, because their slots are not the target's and hold no reusable prefix.
         """
@@ -161,7 +161,7 @@ class DFlashWorker(BaseSpecWorker):
 
     @torch.no_grad()
     def prewarm_sampling(self) -> SamplingPrewarmResult:
-        """Build the stages and run dry steps. Before it serves, SGLang calls this method last.
+        """Build the stages and run dry steps. SGLang calls this start-up method last.
 
         Dry and real steps share a stream, because PyTorch reuses freed memory only on the stream that allocated it.
         """
@@ -172,7 +172,7 @@ class DFlashWorker(BaseSpecWorker):
         return self.target_runner.sampling_prewarm_result
 
     def _init_stages(self) -> None:
-        """Build the stages. Pools, attention backends and SGLang's own graphs must exist."""
+        """Build the stages and run dry steps. Pools, attention backends and SGLang's own graphs must exist."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
         on_host = target.device == "cpu" and not config.flags.rehearse.gpu  # the emulation counts as a GPU
         if on_host:  # no captured graph reads the inputs of a step, so they need not be copied into fixed buffers
@@ -251,7 +251,7 @@ class DFlashWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         anchor_B = self.stages.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
-        # Not delayed, because the scheduler adds these prompts to the prefix cache, whose slots need draft K/V.
+        # Written immediately, because the scheduler adds these prompts to the prefix cache, whose slots need draft K/V.
         output = result.logits_output
         self.stages.context_kv.append_prompt(batch, output.hidden_states)
         self.stages.copier.read(batch)

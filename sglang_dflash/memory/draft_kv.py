@@ -1,4 +1,4 @@
-"""Memory of the draft's context K/V, and the hooks by which SGLang counts it. There are two kinds:
+"""Memory of the draft's context K/V, and hooks that make SGLang count this memory. There are two kinds:
 
 Shared   A slot for each of the target's slots. SGLang allocates and counts this memory itself.
 Rings    For a draft with a sliding window: a ring buffer of slots per request, sized by window and block. The memory of
@@ -25,7 +25,7 @@ from sglang_dflash.memory.slots import DraftSlots, RingSlots, SharedSlots, rings
 
 logger = logging.getLogger(__name__)
 
-READ_AGAIN = 64  # number of last prompt tokens that are always read, even if they are in the prefix cache
+READ_AGAIN = 64  # number of last prompt tokens that `leave_the_end` excludes from the prefix cache
 
 Hooks = dict[str, tuple[Callable[..., Any], HookType]]  # by hook names of `host/sglang-0.5.23.txt`
 Pools = tuple[MemoryPoolConfig | None, ReqToTokenPool | None]
@@ -109,7 +109,10 @@ class Rings:
         return ring_slots(self.window, self.widest, get_schedule().page_size)
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return hooks that subtract rings from the target's memory, and make SGLang always read the end of prompts."""
+        """Return hooks that subtract the rings' bytes from the target's memory.
+
+        For targets without recurrent layers, one more hook makes SGLang always read the end of a prompt.
+        """
         hooks: Hooks = {
             "kv_bytes": (self.available_bytes, HookType.AROUND),
             "kv_bytes_per_token": (target_alone, HookType.AROUND),
@@ -117,7 +120,7 @@ class Rings:
         return hooks if recurrent else hooks | {"longest_hit": (leave_the_end, HookType.AFTER)}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
-        """Return the configuration of a pool with a ring per request, plus one for padding, and the draft's table.
+        """Return the pool's configuration, with a ring per request and one for padding, and the draft's request table.
 
         A row of this request table lists the slots that a block of the request attends to. For any context length these
         are at most the slots of a ring.
@@ -144,7 +147,9 @@ class Rings:
     def available_bytes(
         self, stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float
     ) -> int:
-        """Return this rank's bytes for pools, without rings. AROUND `KVCacheConfigurator._profile_available_bytes`.
+        """Return this rank's bytes for pools, minus those of all rings.
+
+        Hook around `KVCacheConfigurator._profile_available_bytes`.
 
         Raises:
             NotSupported: SGLang cannot compute the bytes of a slot of the draft.
@@ -168,28 +173,28 @@ class Rings:
 
 
 def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, **draft: Any) -> int:
-    """Return the bytes per token of the target's pool only. AROUND `scale_kv_cell_size_per_token_for_dflash`."""
+    """Return the bytes per token of the target's pool only. Hook around `scale_kv_cell_size_per_token_for_dflash`."""
     return target_cell_size_per_token
 
 
 def leave_the_end(longest: int, request: Any, input_len: int) -> int:
-    """Return the largest number of tokens that may be taken from the prefix cache. AFTER `Req._compute_max_prefix_len`.
+    """Return the most tokens that the prefix cache may provide, so that the last `READ_AGAIN` tokens are read again.
 
-    The draft's ring buffer only contains context K/V of tokens that the target reads, and none of a cached prefix. If
-    only a few tokens are read (a repeated prompt, n > 1, a retracted request), drafts fail for about thirty tokens
-    (measured, see LOG.md). So the last `READ_AGAIN` tokens of a prompt are always read. An attention-only target takes
-    hardly longer for 64 tokens than for one.
+    The draft's ring buffer only contains context K/V of tokens that the target reads, and none of a cached prefix. A
+    repeated prompt, n > 1 or a retracted request may read only a few tokens. Then the acceptance length is lower for
+    the first 16 to 32 tokens (measured, see docs/tuning.md). An attention-only target takes hardly longer for 64 tokens
+    than for one.
 
-    This hook is not set for recurrent targets. They resume from saved states, which may be far apart or missing, and
-    always read the tokens after the last saved state.
+    Hook after `Req._compute_max_prefix_len`, not set for recurrent targets. They resume from saved states, which may be
+    far apart or missing, and always read the tokens after the last saved state.
     """
     return max(min(longest, input_len - READ_AGAIN), 0)
 
 
 def fit_page_tables(draft_runner: ModelRunner) -> None:
-    """Make attention backends give their page tables the width of a row of the draft's request table.
+    """Set the width of page tables in attention backends to that of a row of the draft's request table.
 
-    By default the width is the context length. This is too small for shared slots, because a block may end 2 N tokens
-    past the target's context, and much too large for a ring.
+    By default the width is the context length. For shared slots this is too small, because a block may end up to two
+    blocks past the target's context. For a ring it is much too large.
     """
     draft_runner.model_config.context_len = draft_runner.req_to_token_pool.req_to_token.shape[1]

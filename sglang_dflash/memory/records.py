@@ -1,8 +1,8 @@
 """Memory of recurrent layers (Gated DeltaNet) for a request's block, and the hook by which SGLang counts it.
 
-SGLang stores a state per token of a block and request, H V K values per layer: 2.25 GiB per request for a block of 16
-with Qwen3.5-27B. `FoldState` needs a record per token instead, H V + G K + H values (`kernels/gdn_verify.py`). In both
-cases the inputs of the causal convolution are stored in addition.
+SGLang stores a state per token of a block and request, H V K values per layer. For a block of 16 with Qwen3.5-27B
+these are 2.25 GiB per request. `FoldState` needs a record per token instead, H V + G K + H values
+(`kernels/gdn_verify.py`). In both cases the inputs of the causal convolution are stored in addition.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class RecordPool(MambaPool):
         )
         shape = cache_params.shape
         n_layers, n_tokens = len(mamba_layer_ids), speculative_num_draft_tokens
-        # A captured batch may be larger than the largest number of requests, so that its rows divide evenly by ranks.
+        # SGLang may round up the size of captured batches to a multiple of the number of ranks, so that it exceeds the
+        # largest number of requests.
         n_rows = max(spec_state_size + 1, get_cuda_graph_max_batch_size(spec_state_size))
         self.conv_window_axis = self._detect_conv_window_axis(shape.conv, shape.conv_kernel - 1)
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
@@ -109,7 +110,7 @@ def use_records() -> None:
 
 
 def count_records(stock: Callable[[Any, float], float], configurator: Any, rest_gib: float) -> float:
-    """Return the GiB left for KV after states and records. AROUND `KVCacheConfigurator._handle_max_mamba_cache`.
+    """Return the GiB left for KV after states and records. Hook around `KVCacheConfigurator._handle_max_mamba_cache`.
 
     SGLang counts N states per request for a block of N tokens. While SGLang computes, N is replaced by the bytes of a
     block in `RecordPool` divided by the bytes of a state. So SGLang counts the bytes that `RecordPool` allocates.

@@ -31,14 +31,14 @@ def kept_window(asked: int | None, layers: int | None) -> int | None:
 def ring_slots(window: int, widest: int, page_size: int) -> int:
     """Return the number of KV slots of a request's ring, for a draft with a window of `window` tokens.
 
-    In addition to the window, the ring holds the start of the page in which the window begins, and the `widest` tokens
-    that a step may write: the drafted block, or the verified tokens if these are more.
+    In addition to the window, the ring holds the start of the page in which the window begins. It also holds the tokens
+    that a step writes, at most `widest`.
     """
     return round_up(window + page_size - 1 + widest, page_size)
 
 
 def text_bytes(n_requests: int, context: int) -> int:
-    """Return the bytes of token histories, with a row of `context` tokens for each request and a row for padding."""
+    """Return the bytes of token histories: a row of `context` tokens for each request, and a row for padding."""
     return (n_requests + 1) * context * INT32
 
 
@@ -55,8 +55,8 @@ def block_bytes(
     Args:
         n_layers: number of recurrent layers.
         record_values: number of values per layer and token, see `record_width`.
-        conv_shapes: for each of a layer's convolutions, the number of channels and of inputs kept between steps (the
-            window). The windows after consecutive tokens overlap, so a block has `n_tokens` + window - 1 inputs.
+        conv_shapes: for each of a layer's convolutions, the number of channels, and the number of inputs kept between
+            steps (the window). Windows after consecutive tokens overlap, so a block has `n_tokens` + window - 1 inputs.
         conv_itemsize: bytes per input of a convolution.
     """
     inputs = sum(n_channels * (n_tokens + window - 1) for n_channels, window in conv_shapes)

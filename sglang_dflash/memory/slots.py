@@ -21,7 +21,7 @@ from sglang_dflash.step import Block, Plan
 
 
 class Seen(NamedTuple):
-    """Context that a block attends to: the last `len_B` committed tokens of each request, and the block itself."""
+    """Context that a block attends to: the last `len_B` tokens before each request's anchor, and the block itself."""
 
     len_B: torch.Tensor  # int64
     bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact if a backend needs it exact
@@ -82,13 +82,13 @@ class SharedSlots:
 class RingSlots:
     """Ring buffers in the draft's own pool: position p of the request in table row r has slot r * size + p % size.
 
-    A block attends to the last `window` committed tokens whose K/V were written. A prefix from the prefix cache is only
-    in the target's pool, so the window begins at the earliest after this prefix. With pages larger than one token the
-    window starts at a page boundary, because backends derive pages from positions in a row. So the window may be up to
-    `page` - 1 tokens longer.
+    A block attends to the last `window` tokens before the anchor, as far as their K/V were written. A prefix from the
+    prefix cache is only in the target's pool, so the window begins at the earliest after this prefix. With pages larger
+    than one token the window starts at a page boundary, because backends derive pages from positions in a row. So the
+    window may be up to `page` - 1 tokens longer.
 
-    Invariant: for the request in row r, the K/V of positions from first_R[r] up to the committed length are in their
-    slots, except positions that are `size` - `widest` or more tokens before the committed length.
+    Invariant when a block is drafted: for the request in row r, the last `size` - `widest` positions before the anchor
+    have their K/V in their slots. Positions below first_R[r] are excluded.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class RingSlots:
         return self.slots(plan.rows_B[:, None], block.positions_BN).view(-1)
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
-        """Return the last rows of each prompt that fit into its ring, and their slots."""
+        """Return the last rows of each prompt, as many as the ring keeps, and their slots."""
         rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         self._begin(rows_B, prefix_B, prefix_B + new_B)
@@ -163,13 +163,13 @@ class RingSlots:
         return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2])
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return whether the window begins before the first token in the request's ring."""
+        """Return whether the full window would begin before the first token in the request's ring."""
         return bool(self.first_R_cpu[row] > max(prefix_len - self.window, 0))
 
     def _begin(self, rows_B: np.ndarray, prefix_B: np.ndarray, end_B: np.ndarray) -> None:
         """Reset the rings of requests that begin a prompt, so that a ring begins at the first token that is read.
 
-        A prompt that is a next chunk of its row's last prompt continues the ring.
+        If the rows are a next chunk of the prompt that the row read last, the ring continues instead.
 
         Args:
             rows_B: rows of the requests in the request table.
@@ -187,7 +187,7 @@ class RingSlots:
 
 
 class ExactRingSlots(RingSlots):
-    """Ring slots for backends that need exact lengths on the host, which SGLang's scheduler provides for them.
+    """Ring slots for backends that need exact lengths on the host. For them SGLang's scheduler provides these lengths.
 
     FlashInfer allocates partial results by the lengths planned on the host, but writes them by the lengths on the
     device. If these lengths differ, results of different requests are mixed.

@@ -39,7 +39,7 @@ def why_no_copies(copy: Copy, disaggregation: str) -> str:
 def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:
     """Return this rank's bytes for pools, minus the bytes of all token histories.
 
-    AROUND `KVCacheConfigurator._profile_available_bytes`.
+    Hook around `KVCacheConfigurator._profile_available_bytes`.
     """
     from sglang.srt.runtime_context import get_schedule
 

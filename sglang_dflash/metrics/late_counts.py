@@ -18,7 +18,7 @@ class LateCounts:
         self.asked: tuple[torch.Tensor, Any] | None = None  # copy to the host in flight, and its event
 
     def more(self) -> torch.Tensor:
-        """Return the increase since the last copy, int64, on the host; zeros while a copy is in flight."""
+        """Return the increase since the last finished copy, int64, on the host; zeros while a copy is in flight."""
         if self.counts.is_cpu:
             return self._increase(self.counts)
         if self.asked is None:

@@ -1,7 +1,7 @@
 """DFLASH metrics on the server's `/metrics`, with SGLang's labels (`--enable-metrics`).
 
-`table.py` lists the metrics. When SGLang has a step's outcome on the host, the outcome is added to integers in Python.
-Their sums are passed to Prometheus every `WRITE_EVERY` blocks, and when the scheduler is idle.
+`table.py` lists the metrics. When SGLang has a step's outcome on the host, it is added to counts in Python. The counts
+are passed to Prometheus after every `WRITE_EVERY` blocks, and when the scheduler is idle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_dflash.width.tally import Tally
 
 WRITE_EVERY = 64  # blocks
 MATCHES = ("", "3", "4-7", "8-15", "16")  # label of each class of match lengths in tokens, see `copy_draft`; "": unused
-# Bucket bounds of the histogram of stage times.
+# Upper bounds of the buckets of `stage_seconds`, in seconds.
 SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -38,7 +38,7 @@ class Exports:
         """Create the metrics.
 
         Args:
-            collector: SGLang's collector, which has the labels, and with Ray also the classes to use.
+            collector: SGLang's collector. It has the labels, and with Ray also the classes of metrics to use.
             widest: largest number of tokens that a step can commit for a request.
             widths: verify widths.
         """
@@ -81,13 +81,13 @@ class Exports:
         self.series = series
 
     def write_copies(self, added_K2: Sequence[Sequence[int]]) -> None:
-        """Add the increase of two counts of each class of matches: blocks with a copy, accepted copied drafts."""
+        """Add the increase of two counts for each class of matches: blocks with a copy, accepted copied drafts."""
         for series_2, added_2 in zip(self.copied, added_K2[1:], strict=True):
             for series, n in zip(series_2, added_2, strict=True):
                 series.inc(n)
 
     def write(self, tally: Tally, cut: Tally) -> None:
-        """Add the counts of `tally`, and of `cut`: its blocks that were drafted with less context than their window."""
+        """Add the counts of `tally`, and of `cut`: blocks in `tally` that had less context than the draft window."""
         verified, accepted = Count[int](), Count[int]()  # number of drafts by position
         for (width, n_accepted), n in tally.n_blocks.items():
             for _ in range(n):
@@ -107,12 +107,12 @@ class Exports:
 
 
 class Meter:
-    """Counter of a scheduler's decode steps, which counts the same blocks as SGLang's counts in `meta_info`.
+    """Counter of a scheduler's decode steps. It counts the same blocks as SGLang's counts in `meta_info`.
 
     With the overlap schedule a step may still verify a block of a request that has ended or was retracted. Such a block
     is not counted.
 
-    Invariant: `tally` and `cut` have not been written. If `is_written`, both are empty, and pool gauges are current.
+    Invariant: `tally` and `cut` have no written counts. If `is_written`, both are empty, and pool gauges are current.
     """
 
     def __init__(
@@ -133,12 +133,12 @@ class Meter:
             copies: reader of copy counts; None: the server makes no copies.
         """
         self.exports, self.times, self.is_cut, self.pools, self.copies = exports, times, is_cut, pools, copies
-        self.tally, self.cut = Tally(), Tally()  # all blocks; only blocks drafted with less context than their window
+        self.tally, self.cut = Tally(), Tally()  # all blocks; blocks with less context than the draft window
         self.is_written = False
 
     @classmethod
     def of(cls, reporter: Any) -> Meter:
-        """Return a meter for the scheduler of `reporter`, a `SchedulerMetricsReporter`. Also starts stage times."""
+        """Return a meter for the scheduler of `reporter`, a `SchedulerMetricsReporter`. Start measuring stage times."""
         scheduler = reporter.scheduler
         worker = scheduler.draft_worker
         worker.stages, times = time_stages(worker.stages, worker.device)
@@ -163,7 +163,10 @@ class Meter:
         )
 
     def add(self, tokens_B: list[list[int]], processor: Any, result: Any, batch: Any) -> list[list[int]]:
-        """Count a step whose outcome is on the host. AFTER `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`."""
+        """Count a step whose outcome is on the host.
+
+        Hook after `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`.
+        """
         counted = [
             (n_accepted, self.is_cut(req.kv.req_pool_idx, req.kv.kv_committed_len - len(tokens)))
             for req, n_accepted, tokens in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, tokens_B, strict=True)
@@ -177,7 +180,7 @@ class Meter:
         return tokens_B
 
     def idle(self, result: None, reporter: Any) -> None:
-        """Write pending counts when no request runs. AFTER `SchedulerMetricsReporter._maybe_log_idle_metrics`."""
+        """Write pending counts when no request runs. Hook after `SchedulerMetricsReporter._maybe_log_idle_metrics`."""
         if not self.is_written:
             self.write()
 

@@ -1,8 +1,8 @@
 """Times of a step's stages, measured in one of every `SAMPLE_EVERY` steps, without waiting for the device.
 
-On a GPU an event is recorded before and after a stage. The two events are read some steps later, when the GPU has
-reached them. The time between them is GPU time, including gaps in which the GPU waited for the host. On a CPU the
-host's time is measured.
+On a GPU an event is recorded before and after a stage. The two events are read later, when the GPU has reached them.
+The time between them is GPU time, including gaps in which the GPU waited for the host. On a CPU the host's time is
+measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from sglang_dflash.stages.stages import Stages, with_methods
 
 SAMPLE_EVERY = 32  # steps
-# Measured stages, in the order of a step. Planning and accepting are left out, because they take almost no time.
+# Measured stages; the first one begins a step. Planning and accepting are left out: they take almost no time.
 STAGES = ("draft", "copy", "verify", "choose", "commit", "append", "weigh")
 
 P = ParamSpec("P")
@@ -127,6 +127,6 @@ def measured(stages: Stages, times: Timer) -> Stages:
 
 
 def time_stages(stages: Stages, device: str) -> tuple[Stages, StageTimes]:
-    """Return copies of the stages that are measured, and the recorder of their times."""
+    """Return the stages, with measured copies of those in `STAGES`, and the recorder of their times."""
     times = StageTimes(HostClock() if device == "cpu" else DeviceClock(device))
     return measured(stages, times), times

@@ -21,7 +21,7 @@ class Metric(NamedTuple):
     """One metric of this plugin.
 
     Attributes:
-        name: without `PREFIX`; for a counter, with the `_total` that Prometheus adds.
+        name: name without `PREFIX`; for a counter, with the `_total` that Prometheus adds.
         unit: unit of the value.
         labels: labels in addition to SGLang's.
         meaning: documentation in Prometheus.

@@ -19,7 +19,7 @@ from sglang_dflash.width.chooser import Trace as Outcome
 def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]:
     """Return the stages, and a function that writes every step's outcome into `folder`.
 
-    Instead of the function there is None if `folder` is None.
+    If `folder` is None, the second result is None.
     """
     if folder is None:
         return stages, None
@@ -33,8 +33,8 @@ def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]
 class Trace:
     """Writer of one JSON line per step, into a file per process, because ranks must not share a file.
 
-    With a copier, `places` has for each step without an outcome, oldest first, the slot of each block after which the
-    copy begins (`Copied.place_B`).
+    `places` holds one entry per step without an outcome, oldest first: the slot of each block after which the copy
+    begins (`Copied.place_B`). Without a copier it stays empty.
     """
 
     def __init__(self, folder: Path, copier: TextCopies | None) -> None:
@@ -53,7 +53,7 @@ class Trace:
         return step
 
     def add(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """Write a step. `copied` is the number of accepted drafts that were copied, by request id."""
+        """Write a step. With a copier, field `copied` has each request's number of accepted drafts that were copied."""
         accepted = dict(zip(rids, n_accepted_B, strict=True))
         line = {"s": round(now_s, 6), "width": width, "accepted": accepted}
         if self.copier:

@@ -1,1 +1,1 @@
-"""Stages of a decode step, one file each; `worker.py` calls them in order."""
+"""Stages of a decode step, and their parts. `DFlashWorker.decode` calls the stages in order."""

@@ -1,8 +1,11 @@
-"""Budget of launches per decode step and stage. The GPU emulation checks it in every step.
+"""Launch budget: the largest number of launches of each stage of a decode step.
+
+The GPU emulation checks the budget if SGLANG_DFLASH_REHEARSE contains `,streams`. It checks only steps that replay
+graphs and have only plain greedy requests.
 
 A launch is a kernel, a copy or a replayed graph. `LAUNCHES` lists the number on a GPU, computed from SGLang's CUDA
 branches and not measured, and the limit in the emulation. The limit is higher if SGLang's CPU form of a CUDA kernel has
-several operations, as for filling a graph's inputs, norms, and the windows of a convolution.
+several operations. Examples are filling a graph's inputs, norms, and the windows of a convolution.
 
     stage      GPU  launches on a GPU
     plan         2  tokens, positions and slots of the block; those of the verified part if the width differs
@@ -45,13 +48,13 @@ LAUNCHES = {
     "others": Budget(2, 2),
     "result": Budget(0, 0),
 }
-# Further emulated launches with a windowed draft, which computes its ring buffer's slots by small operations.
+# Further emulated launches if the draft has a window, because slots of ring buffers are computed by small operations.
 RING = {"catch_up": 20, "draft": 20, "append": 8}
 FLASHINFER_PLAN = 19  # launches with which FlashInfer plans a forward, equal on a GPU and in the emulation
 
 
 def draft_forward(n_layers: int, *, second: bool, ranks: bool, fp8_head: bool) -> int:
-    """Return the emulation's limit of launches in a captured forward of an unquantized draft.
+    """Return the limit of launches in a captured forward of an unquantized draft, in the emulation.
 
     On a GPU (computed, not measured) each layer has 10 launches. Outside the layers there are 7: embedding, norm,
     packed rows, head, argmax (2) and the tokens. In the emulation a norm has 7 launches, an activation 2, and a write
@@ -59,9 +62,9 @@ def draft_forward(n_layers: int, *, second: bool, ranks: bool, fp8_head: bool) -
 
     Args:
         n_layers: number of draft layers.
-        second: a DFlash 2 draft, which adds a selector, and two convolutions with a projection to each sublayer.
-        ranks: several ranks, which add all-reduces and the exchange of their best tokens.
-        fp8_head: an fp8 head, which rounds hidden states in one launch on a GPU and in ten in the emulation.
+        second: a DFlash 2 draft. It adds a selector, and to each sublayer two convolutions and a projection.
+        ranks: several ranks. They add all-reduces and the exchange of their best tokens.
+        fp8_head: an fp8 head. It rounds hidden states, in one launch on a GPU and in ten in the emulation.
     """
     per_layer = 28 + (8 if second else 0) + (4 if ranks else 0)
     return per_layer * n_layers + 12 + (14 if second else 0) + (14 if ranks else 0) + (10 if fp8_head else 0)

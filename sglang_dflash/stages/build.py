@@ -46,13 +46,12 @@ def build_stages(
         worker: the target's worker.
         draft: the draft's runner.
         slots: slots of the draft's context K/V.
-        states: the `State` of the widest verify (already attached), and a function that makes the `State` of another
-            width.
+        states: the `State` of the widest verify, already attached, and a function that makes another width's `State`.
         logits: form of the logits that a verify returns, see `verified_logits`.
-        ranks: arrangement of the ranks.
+        ranks: arrangement of the ranks, see `OneGroup`.
         widths: verify widths.
         copy: use of n-gram copies.
-        slots_are_ours: only this worker fills KV slots, from prompts and blocks.
+        slots_are_ours: only this worker reads and writes KV slots, see `DFlashConfig`.
         on_host: the target runs on the CPU.
     """
     target = worker.model_runner

@@ -1,9 +1,9 @@
 """Choose: draw the target's token after every slot, under each request's own sampling parameters.
 
 The rule is the same for greedy and sampled requests. At every slot, the target's token is drawn as SGLang would draw it
-without speculation after the drafts up to this slot. Drafts are accepted up to the first that differs from the drawn
-token. This is exact for a draft that proposes one token per slot, and no exact rule accepts more drafts (Leviathan et
-al. 2023, arXiv:2211.17192).
+without speculation after the drafts up to this slot. Drafts before the first one that differs from the drawn token are
+accepted. This is exact for a draft that proposes one token per slot, and no exact rule accepts more drafts (Leviathan
+et al. 2023, arXiv:2211.17192).
 
 The logits of a slot are edited as without speculation, in the same order: penalties, grammar, bias, custom processors.
 Then SGLang's own sampler draws, over B x N rows instead of B.
@@ -51,7 +51,7 @@ class Choice:
         self.penalties.begin(batch)
 
     def anchors(self, batch: ScheduleBatch, drawn_B: torch.Tensor) -> torch.Tensor:
-        """Return each prompt's first output token, drawn by SGLang, int64 [B], equal on all ranks, and count it."""
+        """Count each prompt's first output token, drawn by SGLang. Return it as int64 [B], equal on all ranks."""
         anchor_B = self.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, drawn_B).to(torch.int64)
         self.penalties.count_anchors(batch.reqs, anchor_B)
         self.processors.keep_tokens(batch, anchor_B[:, None], torch.ones_like(anchor_B))
@@ -87,7 +87,7 @@ class Choice:
         return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
 
     def _reads_only_the_largest(self, batch: ScheduleBatch) -> bool:
-        """Return whether all requests are greedy, and none edits logits or needs log-probabilities."""
+        """Return whether all requests are greedy, and none edits logits or returns log-probabilities or masks."""
         info = batch.sampling_info
         return (
             info.is_all_greedy
@@ -107,7 +107,7 @@ class Choice:
         target: Target,
         grammar_barrier: Callable[[], None] | None,
     ) -> torch.Tensor:
-        """Draw the target's token at every slot, [T], from its edited logits."""
+        """Edit the logits of every slot in place, then draw the target's tokens, [T]."""
         info = batch.sampling_info
         logits_TV = target.output.next_token_logits
         self.penalties.apply(batch, plan, tokens_BN, logits_TV)
@@ -132,7 +132,7 @@ class Choice:
         self.processors.keep_tokens(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:
-        """Draw at every slot of a step, with every filter, so that the caller can measure the memory of sampling."""
+        """Sample at every slot of a step, with every filter, so that the caller can measure the memory of sampling."""
         ones_B = torch.ones(n_requests, device=self.device)
         info = SamplingBatchInfo(
             temperatures=ones_B[:, None],
@@ -154,7 +154,7 @@ class Choice:
     def _sample(
         self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor
     ) -> tuple[torch.Tensor, SamplingMaskOutput | None]:
-        """Return drawn tokens [B * N], and for requests with sampling masks the tokens that could have been drawn."""
+        """Return drawn tokens [B * N]. For requests with sampling masks, also return the tokens that could be drawn."""
         output = LogitsProcessorOutput(next_token_logits=logits_TV)
         target_T = self.sampler(
             output,

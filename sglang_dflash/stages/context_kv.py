@@ -5,8 +5,8 @@ computes the slots to which the K/V are written.
 
 Context K/V are not read before the next block is drafted. So a step without drafts only keeps its features ("waiting
 rows"). One projection later computes the K/V of several steps, and reads the draft's weights only once. With a
-hierarchical cache K/V are written in every step, because the cache copies a request's slots to the host when the
-request ends.
+hierarchical cache or disaggregation, K/V are written in every step, because SGLang copies slots. For example, the cache
+copies a request's slots to the host when the request ends.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.step import Plan
 
-LATE_ROWS = 64  # largest number of waiting rows; a matrix product takes about equal time for any number up to this
+LATE_ROWS = 64  # smallest capacity for waiting rows; a matrix product takes about equal time for any number up to this
 
 
 class LateRows:
-    """Rows whose context K/V are written later: one per request and step, of consecutive steps of the same requests.
+    """Rows whose context K/V are written later: one per request and step, for consecutive steps of one batch.
 
     Invariant: no two rows share a slot, and no slot has been written since its row was added. When a request leaves the
     batch, another request may get its slots. So the owner, `ContextKV`, writes waiting rows before it adds rows of a
@@ -34,7 +34,7 @@ class LateRows:
     """
 
     def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
-        """Allocate `n_rows` rows, at most `n_steps` per request, with the width, dtype and device of `like_TC`."""
+        """Allocate `n_rows` rows with the width, dtype and device of `like_TC`; `n_steps`: most rows per request."""
         self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
         self.n_steps = n_steps
         self.rids: Sequence[str] = ()
@@ -46,7 +46,7 @@ class LateRows:
         return len(self.rids) * len(self.slots)
 
     def fits(self, rids: Sequence[str]) -> bool:
-        """Return whether a step of these requests may be added to the waiting rows."""
+        """Return whether a step of these requests can be added to the waiting rows."""
         if not self.slots:
             return True
         room = len(self.slots) < self.n_steps and self.n_rows + len(rids) <= len(self.features_TC)
@@ -74,7 +74,7 @@ class LateRows:
 
 
 class ContextKV:
-    """Writer of context K/V. Invariant: a committed token's K/V are in the pool, or its features are in `late`."""
+    """Writer of context K/V. Invariant: a kept row's context K/V have been written, or its features are in `late`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ContextKV:
 
         Args:
             n_requests: largest number of requests in a batch.
-            may_wait: rows of steps without drafts may be written as late as the next draft.
+            may_wait: rows of a step without drafts may wait until the next draft.
         """
         attention = model.attentions[0]
         pool = runner.token_to_kv_pool
@@ -114,7 +114,7 @@ class ContextKV:
     def append(self, rids: Sequence[str], plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
         """Write the context K/V of the first `n_kept` rows of every block: the anchor and the accepted drafts.
 
-        If only anchors were verified, the rows wait until the next draft.
+        If only anchors were verified and rows may wait, they are written later: at the latest before the next draft.
 
         Args:
             features_TC: the target's features of all B * N rows.
@@ -131,7 +131,10 @@ class ContextKV:
 
     @torch.inference_mode()
     def append_prompt(self, batch: ScheduleBatch, features_TC: torch.Tensor) -> None:
-        """Write the context K/V of the prompts that the target has just read; `features_TC`: features of all T rows."""
+        """Write the context K/V of prompts that the target has just read; `features_TC`: features of all T rows.
+
+        Ring buffers get only the last rows of a long prompt.
+        """
         self._catch_up()
         rows = self.slots.of_prompt(batch, features_TC.device)
         if rows.rows_T is not None:

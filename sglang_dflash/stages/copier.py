@@ -42,12 +42,12 @@ class Copier(Protocol):
         """
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count how many tokens of possible copies in `step` would have been accepted."""
+        """Count how many more tokens would have been accepted with each possible copy in `step`."""
 
     def totals(self) -> list[list[int]]:
         """Return two counts for each class of match lengths: blocks with a copy, and accepted copied drafts.
 
-        Counts are since the server's start. The list is empty on a server without copies. Waits for the device.
+        Counts are since the last `forget`. The list is empty on a server without copies. Waits for the device.
         """
 
     def forget(self) -> None:
@@ -58,7 +58,7 @@ class CopyStep(NamedTuple):
     """Tokens that a step verifies, and the copies among them."""
 
     tokens_BN: torch.Tensor  # int64 [B, width], to be verified
-    drafts_BN: torch.Tensor  # int64 [B, width], the block's own guesses
+    drafts_BN: torch.Tensor  # int64 [B, width], the block before copying
     made: tuple[Copied, Texts] | None = None  # result and input of `copy_draft`; None: this server makes no copies
 
 
@@ -114,13 +114,13 @@ class TextCopies:
         self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Search each request's history, copy trusted matches, and write the resulting block after the history."""
+        """Copy from the first trusted match of each request, and write the resulting block after the history."""
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
         copied = self.copy_draft(drafts_BN, texts)
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count, for each request and each slot where a copy could begin, the tokens that would have been accepted."""
+        """Add each possible copy's gain in accepted tokens to the request's counts, by class of match lengths."""
         if step.made is not None and step.drafts_BN.shape[1] > 1:  # at width 1 nothing was drafted
             (copied, texts), committed = step.made, (accepted.committed_BN, accepted.n_committed_B)
             self.weigh_copies(step.drafts_BN, copied, *committed, texts, totals_K2=self.totals_K2)

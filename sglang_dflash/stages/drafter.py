@@ -31,7 +31,7 @@ class Drafter:
         self.runner = runner
         self.slots = slots
         self.block_info = block_info(block_size, CaptureHiddenMode.NULL, runner.device)
-        # Without graphs this attribute is SGLang's eager runner.
+        # Without graphs this attribute is None or SGLang's eager runner.
         captured = runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
         self.forward = within(scope, through_runner(runner) if captured else directly(runner))
 
@@ -39,9 +39,8 @@ class Drafter:
         """Draft one block per request. Return int64 [B, width]: the anchor, drafts, then mask tokens past the block.
 
         There are mask tokens only if the width exceeds the block. The draft always fills the whole block, as in
-        training. It does not run if only the anchor is verified. The result is a copy, because a captured forward's
-        output is in memory that all graphs share, and the target's replay overwrites this memory before the drafts are
-        compared.
+        training. If only the anchor is verified, the draft does not run. Otherwise the result is a copy, because all
+        graphs share the memory of their outputs. The target's replay overwrites it before the drafts are compared.
         """
         block = plan.drafted
         if block is None:

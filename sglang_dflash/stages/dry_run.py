@@ -1,8 +1,8 @@
 """Dry run: steps of dummy requests at server start, which compile kernels and measure step times.
 
-The request table has no slots for dummy requests, so steps read and write the pools' padding slots, or ring buffers
-that no request uses yet. Each dummy request has its own recurrent state (`own_states`). If all shared one state, it
-would be read from the GPU's cache, and measured times would be too short.
+The request table has no slots for dummy requests. So steps read and write the pools' padding slots, or ring buffers
+that no request uses yet. Each dummy request has its own recurrent state (`own_states`). If all shared one state, the
+GPU would read this state from its cache, and measured times would be too short.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DryRun:
     """Runner of dummy steps."""
 
     def __init__(self, stages: Stages, *, on_host: bool) -> None:
-        """`on_host`: the target runs on the CPU."""
+        """`on_host`: the target runs on the CPU, without GPU emulation."""
         self.stages, self.on_host = stages, on_host
         self.runner = stages.verifier.worker.model_runner
         self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # whether batches have track slots
@@ -94,11 +94,12 @@ class DryRun:
         self.stages.context_kv.late.forget()
         self.stages.copier.forget()
         self.stages.verifier.restore()
-        # With an event left over from a dry step, the scheduler would change tables that the first prompt still reads.
+        # If a dry step's event stayed set, the scheduler would not wait for the first prompt, and would change tables
+        # that this prompt still reads.
         self.runner.shared_read_done_event = None
 
     def plan(self, n_requests: int, width: int) -> Plan:
-        """Return a plan for dummy requests in the first rows of the request table, `width` tokens each."""
+        """Return a plan of `width` tokens each for dummy requests in the first rows of the request table."""
         rows_B = torch.arange(n_requests, dtype=torch.int64, device=self.runner.device)
         prefix_len = min(CONTEXT, self.runner.model_config.context_len // 2)
         return self.stages.planner.place(
@@ -111,7 +112,7 @@ class DryRun:
         )
 
     def after_draft(self, n_requests: int, width: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a function that runs all of a step after the draft, and returns logits [T, V] and features [T, C]."""
+        """Return a function that runs a greedy step from verify on. It returns logits [T, V] and features [T, C]."""
         stages = self.stages
         plan = self.plan(n_requests, width)
         seen = SharedSlots().seen(plan, plan.verified)
@@ -155,7 +156,7 @@ class DryRun:
 
 
 def batch_sizes(n_requests: int) -> list[int]:
-    """Return batch sizes up to `n_requests` that cover every compiled variant of the kernels.
+    """Return batch sizes up to `n_requests` with which every compiled variant of the kernels is run.
 
     Triton compiles a kernel separately for one request, for multiples of 16, and for other numbers of requests. Some
     kernels are also compiled for each power of two to which the number of requests is rounded up.
@@ -170,7 +171,8 @@ def batch_sizes(n_requests: int) -> list[int]:
 def own_states(pool: ReqToTokenPool, n_requests: int) -> Iterator[None]:
     """Assign a separate recurrent state to each of the first `n_requests` rows of the request table.
 
-    At exit the assignment is undone. Use this only before serving, while no request has a state.
+    If the pool has fewer states, rows share states. At exit the assignment is undone. Use this only before serving,
+    while no request has a state.
     """
     if not isinstance(pool, HybridReqToTokenPool):
         yield
@@ -199,7 +201,8 @@ def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, width
     """Return the bytes that steps and prompts need in addition to the memory in use.
 
     The bytes cover sampling, measured by `Choice.dry_run`, and a prompt's features, which exist twice while the outputs
-    of the target's layers are concatenated. A server without widths (prefill-only) samples one slot per request.
+    of the target's layers are concatenated. A server without widths (prefill-only) samples one slot per request. The
+    bytes of sampling are also stored in `target.sampling_prewarm_result`.
 
     Raises:
         RuntimeError: sampling does not fit into the free memory.

@@ -27,7 +27,7 @@ from sglang_dflash.stages.verifier import WidthEngine
 
 logger = logging.getLogger(__name__)
 
-KEPT_FREE = 0.5  # fraction of the memory free at first that must stay free after graphs of all widths are captured
+KEPT_FREE = 0.5  # fraction of the initially free memory that stays free when the graphs of all widths are captured
 
 
 def build_engines(
@@ -39,7 +39,7 @@ def build_engines(
     widest: int,
     reserve_bytes: int,
 ) -> dict[int, WidthEngine]:
-    """Return an engine for each width whose graphs fit into memory. The engine of `widest` is SGLang's own.
+    """Return an engine for each width whose graphs fit into memory. The engine of `widest` has SGLang's own parts.
 
     SGLang does not reserve memory for the captured graphs of other widths. `KEPT_FREE` of the free memory stays free
     for the activations of prompts, and at least `reserve_bytes`. Widths whose graphs do not fit are left out.
@@ -128,14 +128,15 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
 def fewer(sizes: Sequence[int]) -> list[int]:
     """Return SGLang's largest captured batch size, and all captured batch sizes that are powers of two.
 
-    Batches of other sizes are padded, which costs little, because these widths verify few tokens per request.
+    With these sizes graphs of the narrower widths are captured. Other batches are padded, which costs little, because
+    narrow widths verify few tokens per request.
     """
     return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
 
 
 @contextmanager
 def capturing(sizes: list[int]) -> Iterator[None]:
-    """Make graph runners built inside the context capture batches of these sizes."""
+    """Set the batch sizes that graph runners capture, if they are built inside this context."""
     config = get_exec().graph.cuda_graph_config
     decode = dataclasses.replace(config.decode, bs=sizes)
     with get_exec().graph.override(cuda_graph_config=dataclasses.replace(config, decode=decode)):

@@ -21,8 +21,8 @@ def through_runner(runner: ModelRunner) -> Forward:
 def directly(runner: ModelRunner) -> Forward:
     """Return a forward that calls the model itself, for models without experts and captured graphs.
 
-    It skips SGLang's preparation for experts, graphs and data parallelism, which takes a few percent of a tiny model's
-    step. Each call uses the runner's current attention backend.
+    The forward skips SGLang's preparation for experts, graphs and data parallelism. This preparation takes a few
+    percent of a tiny model's step. Each call uses the runner's current attention backend.
     """
 
     def forward(batch: ForwardBatch) -> ModelRunnerOutput:

@@ -23,17 +23,17 @@ from sglang.srt.speculative.spec_utils import (
 
 logger = logging.getLogger(__name__)
 
-BROKEN = (ValueError, RuntimeError)  # raised by grammars that have failed
+BROKEN = (ValueError, RuntimeError)  # errors that a failed grammar raises
 
 
 def allowed(
     batch: ScheduleBatch, tree: GrammarTree, device: torch.device, barrier: Callable[[], None] | None
 ) -> GrammarMask | None:
-    """Advance each grammar along its request's drafts, on the host, while the target's forward runs.
+    """Advance each grammar along its request's drafts, on the host. On a GPU the target's forward runs at this time.
 
     Args:
         tree: the drafts of every request, one chain each.
-        barrier: function that makes the grammars accept the previous step's tokens; None: they already have.
+        barrier: function that advances the grammars by the previous step's tokens; None: they are already advanced.
     Returns:
         Mask to apply to the logits [B * N, V]; None if no request has a grammar.
     """

@@ -1,9 +1,9 @@
 """Logits of a verify if the head is split over tensor-parallel ranks: each rank keeps its shard.
 
-SGLang's forward ends by gathering, casting and storing every rank's shard of the vocabulary on every rank. A greedy
+In SGLang a forward ends by gathering, casting and storing every rank's shard of the vocabulary on every rank. A greedy
 batch needs only the largest logit of each row. So with `Shards` a verify, captured or not, ends with the shards. If the
-batch is greedy, ranks exchange their best values and token ids. Otherwise the logits are then gathered with SGLang's
-own functions.
+batch is greedy, ranks then exchange their best values and token ids. Otherwise SGLang's own functions gather the
+logits.
 
 `verified_logits` selects `Whole` or `Shards` before the target's graphs are captured.
 """
@@ -27,7 +27,7 @@ CHECKED = "DFLASH verify logits"  # label in SGLang's check for NaN
 
 
 def argmax(logits_TV: torch.Tensor) -> torch.Tensor:
-    """Return the id of the largest logit of every row, int64 [T], after SGLang's check for NaN; any float dtype."""
+    """Run SGLang's check for NaN, then return the index of the largest logit of every row, int64 [T]."""
     sanitize_nan_logits(logits_TV, CHECKED)
     return logits_TV.argmax(dim=-1)
 
@@ -64,16 +64,16 @@ class Shards(Whole):
         return first_best(best_T, token_T + ends.first_token, ends.tp_group)
 
     def whole(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the whole vocabulary, gathered and cast into SGLang's buffer as in SGLang's forward.
+        """Return the logits of the whole vocabulary, fp32 [T, V], in SGLang's buffer if there is one.
 
-        `logits_TV` may be in this buffer.
+        As in SGLang's forward, the shards are gathered and cast. `logits_TV` may be in this buffer.
         """
         gathered = self.processor._logits_gatherer(logits_TV)
         metadata = SimpleNamespace(next_token_logits_buffer=self._buffer(len(logits_TV)))
         return self.processor._copy_logits_to_buffer(gathered, metadata)  # type: ignore[arg-type]
 
     def _buffer(self, n_rows: int) -> torch.Tensor | None:
-        """Return SGLang's buffer for logits of captured forwards; None if it is too small or no graph is captured."""
+        """Return SGLang's logits buffer for captured forwards; None if there is no graph or the buffer is too small."""
         shared = self.runner.graph_shared_output
         if shared is None or n_rows > shared.max_rows:
             return None
@@ -81,17 +81,17 @@ class Shards(Whole):
 
 
 def keep_shards(processor: LogitsProcessor) -> None:
-    """Make `processor` end a verify with this rank's shard. Call this before graphs are captured.
+    """Change `processor` so that a verify ends with this rank's shard. Call this before graphs are captured.
 
-    SGLang's processor has two methods for the last operations on soft-capped logits. `why_whole` excludes soft-capped
-    heads, so these methods are not needed, and are replaced here.
+    SGLang's processor has two methods for the last operations on soft-capped logits. They are free to be replaced,
+    because `why_whole` excludes soft-capped heads.
     """
 
     def is_verify(logits: object, hidden_states: object, head: object, metadata: LogitsMetadata) -> bool:
         return metadata.forward_mode.is_target_verify()
 
     def finish(shard_TV: torch.Tensor, metadata: LogitsMetadata, use_buffer: bool) -> torch.Tensor:
-        """Write the shard into SGLang's logits buffer, so that the outputs of all graphs share the buffer's memory."""
+        """Write the shard into SGLang's logits buffer if there is one, so that all graphs share the buffer's memory."""
         buffer = metadata.next_token_logits_buffer
         if buffer is None:
             return shard_TV

@@ -13,8 +13,8 @@ from typing import Any
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-# Attributes of SGLang's LoRA backends with these tensors. csgmv has the first, triton the first two, triton_v2 the
-# third.
+# Attributes in which SGLang's LoRA backends keep these tensors. csgmv has the first one, triton the first two, and
+# triton_v2 the third.
 STATIC = ("cuda_graph_batch_info", "cuda_graph_sgemm_batch_info", "decode_cuda_graph_batch_info")
 
 Routing = Mapping[str, Any]  # by attribute name; empty without LoRA
@@ -29,7 +29,7 @@ def routing_of(runner: ModelRunner) -> Routing:
 
 
 def use(runner: ModelRunner, routing: Routing) -> None:
-    """Make SGLang write the routing into the tensors `routing`, which the graphs to be replayed read."""
+    """Set the tensors into which SGLang writes the routing. They must be those that the next graph reads."""
     if routing:
         vars(runner.lora_manager.lora_backend).update(routing)
 
@@ -37,8 +37,8 @@ def use(runner: ModelRunner, routing: Routing) -> None:
 def keep_buffers(runner: ModelRunner) -> None:
     """Prevent SGLang from replacing the buffers in which it sorts rows by expert and adapter.
 
-    For each graph runner SGLang would allocate buffers of the runner's size. But the graphs that were captured before
-    read the existing buffers.
+    SGLang would shrink the buffers to the size of each new graph runner. But graphs that were captured earlier read the
+    existing buffers.
     """
     if runner.lora_manager is not None:
         runner.lora_manager.lora_backend._moe_cg_buffer_max_bs = None

@@ -20,7 +20,7 @@ from sglang_dflash.errors import NotSupported
 
 
 def keep_hidden_states(model: nn.Module) -> None:
-    """Make the target return its last hidden states as well as the features, if the server returns hidden states.
+    """Make the target return its last hidden states in addition to the features, if the server returns hidden states.
 
     Call this before graphs are captured.
 
@@ -42,13 +42,16 @@ def keep_hidden_states(model: nn.Module) -> None:
 def hidden_states(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
     """Return a copy of the last hidden states of every row, [T, hidden size]; None if no request needs them.
 
-    A copy is needed, because a graph's next replay overwrites its output while the transfer to the host still reads.
+    A copy is needed, because a graph's next replay may overwrite the output before it is transferred to the host.
     """
     return output.last_hidden_states.clone() if batch.return_hidden_states else None
 
 
 def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
-    """Return the hidden states of every prompt row, or of each prompt's last row, depending on the server's mode."""
+    """Return the hidden states of every prompt row, or of each prompt's last row, depending on the server's mode.
+
+    None if no request needs them.
+    """
     if not batch.return_hidden_states or get_server_return_hidden_states_mode().is_full():
         return hidden_states(batch, output)
     last = [end - 1 for end in accumulate(batch.extend_lens)]
@@ -58,7 +61,7 @@ def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput
 def sampling_masks_by_block(
     batch: ScheduleBatch, output: LogitsProcessorOutput, n_committed_B: torch.Tensor, width: int
 ) -> None:
-    """Split the sampler's sampling masks by request, from [R * N, ...] to [R, N, ...], in `output`.
+    """Split the sampling masks in `output` by request, from [R * N, ...] to [R, N, ...].
 
     R is the number of requests that need sampling masks. If there are none, this does nothing. Each request's number of
     committed tokens is added to the masks.

@@ -2,8 +2,8 @@
 
 SGLang's penalizers count one token per step, from the host. With speculation a step commits several tokens, and the
 last step's tokens are only on the device. Invariant after every step: counts_RV[row, v] is the number of occurrences of
-token v in the output of the row's request, anchor included. A request with a penalty gets a row in its prefill. Other
-requests cost nothing, and a server without penalties allocates nothing.
+token v in the output of the row's request, anchor included. A request with a penalty (here also min_new_tokens) gets a
+row in its prefill. Other requests cost nothing, and without such requests nothing is allocated.
 
 When a retracted request is prefilled again, its output so far is part of the prefill, and is counted anew.
 """
@@ -29,7 +29,7 @@ FEWEST_ROWS = 8  # number of rows in the first allocation of `counts_RV`
 
 
 class Asking(NamedTuple):
-    """The P requests of a batch with a penalty."""
+    """Parameters and prompt lengths of the P requests in a batch that have a penalty."""
 
     asked: Asked
     prompt_len_P: torch.Tensor  # int64
@@ -46,7 +46,7 @@ class Penalties:
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """Count output so far, and set the penalties with which SGLang samples the first output token of each prompt.
+        """Count the output so far, and set the penalties with which SGLang samples each prompt's first output token.
 
         SGLang's penalizers do not count output from before a retraction, so their results are replaced in
         `batch.sampling_info`, which is a copy for this step.
@@ -70,7 +70,7 @@ class Penalties:
     def count_anchors(self, reqs: list[Req], anchor_B: torch.Tensor) -> None:
         """Count the first output token of each prompt, int64 [B].
 
-        Every chunk of a prompt draws such a token. If a next chunk follows, its `begin` resets the count.
+        SGLang draws such a token for every chunk of a prompt. If another chunk follows, its `begin` resets the count.
         """
         if (asking := self._asking(reqs)) is not None:
             anchor_P1 = anchor_B[asking.asked.index_P, None].to(torch.int64)
@@ -215,7 +215,7 @@ def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.d
 
 
 def stop_tokens(req: Req) -> set[int]:
-    """Return the tokens that end the request, which are forbidden before `min_new_tokens`; empty if it is 0."""
+    """Return the tokens that end the request, if `min_new_tokens` forbids them at first; else an empty set."""
     if req.sampling_params.min_new_tokens == 0:
         return set()
     stops = (req.sampling_params.stop_token_ids or set()) | (req.eos_token_ids or set())

@@ -14,7 +14,7 @@ class Planner:
     """Placement of blocks in the request table and the KV pool."""
 
     def __init__(self, target_runner: ModelRunner, block_size: int, widest: int, mask_token_id: int) -> None:
-        """`block_size`: tokens per drafted block, with the anchor; `widest`: largest number of verified tokens."""
+        """`block_size`: tokens per drafted block, anchor included; `widest`: most tokens a step writes per request."""
         self.req_to_token = target_runner.req_to_token_pool.req_to_token
         self.translator = target_runner.kv_index_translator
         self.block_size, self.widest = block_size, widest

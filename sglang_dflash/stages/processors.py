@@ -1,11 +1,12 @@
 """Custom logit processors at every slot of the block.
 
 A processor receives the logits and the parameters of the requests that use it. The parameters may include the request
-object. At slot i its `output_ids` must be the committed tokens and drafts 1..i. Some of these tokens may exist only on
-the device. They are copied to the host when a processor reads `output_ids`. Nothing else waits for the device.
+object. At slot i the request's `output_ids` must be the committed tokens and drafts 1..i. Some of these tokens may
+exist only on the device. They are copied to the host when a processor reads `output_ids`. Nothing else waits for the
+device.
 
-This is exact for processors that are functions of logits, parameters and output. A processor that keeps state between
-calls is also called for slots that are rejected later. SGLang does not promise the opposite.
+This is exact for processors that are functions of logits, parameters and output. A processor is also called for slots
+whose drafts are rejected later, which matters only if it keeps state between calls. SGLang's interface allows this.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Processors:
     """Custom logit processors of a server's requests."""
 
     def __init__(self) -> None:
-        # Requests and tokens of the last step. The scheduler may not have added these tokens to the requests yet.
+        # Requests and tokens of the last step. The scheduler may not yet have added the tokens to the requests.
         self.last_reqs: list[Req] = []
         self.last_committed_BN = self.last_n_committed_B = torch.empty(0)
 

@@ -1,8 +1,8 @@
 """Data-parallel attention (`--enable-dp-attention`): each group of ranks serves its own requests in attention layers.
 
 MLP and MoE layers process the rows of all groups together. So a forward of the target involves all ranks, and a rank
-without requests runs a forward without rows. SGLang computes every rank's number of rows as its number of requests
-times the width. So all ranks verify the same width, the whole block. The draft runs within each group.
+without requests runs a forward without rows. SGLang computes the number of a rank's rows as the rank's number of
+requests times the width. So all ranks verify the same width, the whole block. The draft runs within each group.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OneGroup:
         return forward
 
     def assume_equal_batches(self, batch: ForwardBatch) -> None:
-        """Set what the scheduler would set in a forward for data parallelism, as if all ranks had equal batches."""
+        """Set SGLang's metadata for data parallelism as if all ranks had equal batches. In this class: do nothing."""
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
         """Return a function that runs the forward of a rank without requests, while other ranks have requests."""
@@ -107,7 +107,7 @@ class Groups(OneGroup):
         )
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
-        """Return a function that runs a prefill or a verify without rows, as the other ranks do with rows."""
+        """Return a function that runs a prefill or a verify without rows, while other ranks run it with rows."""
         nothing = torch.empty(0, dtype=torch.int64, device=worker.device)
 
         def run(batch: ScheduleBatch) -> None:

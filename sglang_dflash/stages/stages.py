@@ -35,8 +35,8 @@ class Stages(NamedTuple):
 def with_methods(stage: Stage, **methods: Callable[..., Any]) -> Stage:
     """Return a shallow copy of `stage` with some methods replaced, for measurements.
 
-    So a server without measurements has no wrappers around methods. A stage's attributes are not assigned after
-    start-up, so copy and original keep sharing all state.
+    Without measurements a server has no wrappers around methods. A stage's attributes are not assigned after start-up,
+    so copy and original keep sharing all state.
     """
     twin = copy.copy(stage)
     vars(twin).update(methods)

@@ -1,14 +1,15 @@
-"""Commit: advance the recurrent state of hybrid targets (Gated DeltaNet) after a partly accepted block.
+"""Commit: advance the recurrent states of hybrid targets after a partly accepted block.
 
 Attention needs no commit, because K/V of rejected drafts are not read again. A recurrent state that has read a whole
-block cannot be changed back to an earlier token. So a verify leaves the persistent state unchanged, and stores the data
-with which commit advances the state: either the state after every token, or each token's contribution.
+block cannot be changed back to an earlier token. So a verify leaves the persistent state unchanged, and stores data
+with which commit advances it. These data are the state after every token (snapshot), or each token's contribution
+(fold).
 
 Tracking: at committed lengths that are multiples of the track interval, the state is copied to the request's track
-slot, from which the prefix cache can resume.
+slot. The prefix cache can resume from there.
 
-In a block of one token nothing can be rejected. So the target decodes this token as without speculation, and updates
-its state in place.
+In a block of one token nothing can be rejected. So with fold, the target decodes this token as without speculation, and
+updates its state in place.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class NoState:
 
 
 class SnapshotState:
-    """State whose verify stores a copy after every token; commit restores the copy after the last committed token."""
+    """State whose verify stores a copy after every token. Commit restores the copy after the last committed token."""
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
         self.worker = worker
@@ -90,14 +91,14 @@ class SnapshotState:
 
 
 class FoldState:
-    """State whose verify records each token's contribution. Commit adds the committed tokens' records, for all layers.
+    """State for which a verify records each token's contribution. Commit adds the records of committed tokens.
 
     The records replace the per-token states in SGLang's pool (`memory/records.py`), and `RecordingVerify` replaces
     SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs. The
     windows of the causal convolution (its last inputs) are small, so SGLang's own code stores and copies them.
 
-    On a GPU a commit has three launches for any number of layers: SGLang's search for the slots to keep, the fold
-    (including tracked states), and SGLang's copy of the windows (one launch per copy if they are not bf16).
+    On a GPU a commit has three launches for any number of layers. They are SGLang's search for slots (`BlockSlots`),
+    the fold, including tracked states, and SGLang's copy of the windows (one launch per copy if they are not bf16).
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
@@ -134,9 +135,9 @@ class FoldState:
 
 
 class InPlaceState:
-    """State for blocks of one token. The verify decodes, which advances the state, and commit copies tracked states.
+    """State for blocks of one token. A verify decodes, which already advances the state. Commit copies tracked states.
 
-    `FoldState` would be slower: it writes records, and reads all states a second time.
+    `FoldState` would be slower, because it writes records, and reads all states a second time.
     """
 
     def __init__(self, worker: TpModelWorker) -> None:
@@ -148,12 +149,12 @@ class InPlaceState:
         """Make the backend decode instead of verify."""
         linear = gdn_backend(backend)
         linear.forward_extend = decoding_one_token(linear)  # type: ignore[method-assign]
-        # With this attribute Qwen3.5 passes packed projections in a verify, which decode unpacks and convolves in one
+        # With this attribute Qwen3.5 passes packed projections in a verify. Decode unpacks and convolves them in one
         # launch.
         linear.supports_packed_verify = True  # type: ignore[attr-defined]
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Copy the states whose committed length is a multiple of the track interval. The verify has advanced them."""
+        """Copy the states of requests whose committed length is now a multiple of the track interval."""
         if batch.mamba_track_indices is None:
             return
         backend = self.runner.attn_backend.linear_attn_backend
@@ -221,7 +222,7 @@ class RecordingVerify:
 
 
 def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
-    """Return the Gated DeltaNet part of `backend`, or raise NotSupported."""
+    """Return the Gated DeltaNet part of `backend`. If there is none, raise NotSupported."""
     if isinstance(backend, HybridLinearAttnBackend) and isinstance(backend.linear_attn_backend, GDNAttnBackend):
         return backend.linear_attn_backend
     raise NotSupported(
@@ -231,10 +232,11 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
 
 
 class BlockSlots:
-    """Finder of the slots in a block after which a commit keeps the recurrent states, in one launch.
+    """Finder of two slots per block, after which a commit saves the states: the last committed and the tracked slot.
 
-    SGLang's kernel also serves draft trees, so its input is the row of every accepted token among the B x `width`
-    verified rows. In a chain slot i of request b is always row b * `width` + i, so this table is computed once.
+    The search is one launch of SGLang's kernel. This kernel also serves draft trees, so its input has the row of every
+    accepted token among the B x `width` verified rows. In a chain, slot i of request b is always row b * `width` + i.
+    So the input `row_QN` is computed once.
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
@@ -245,10 +247,10 @@ class BlockSlots:
     def last_and_tracked(
         self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return each request's last committed slot, and its slot to track, int64 [B] each.
+        """Return each request's last committed slot, and the slot to track, int64 [B] each.
 
-        After the slot to track the committed length is a multiple of the track interval. The slot is -1 for a request
-        without such a slot in this step. Instead of the tensor there is None if this server does not track.
+        After the slot to track, the committed length is a multiple of the track interval. A request without such a slot
+        in this step has -1. If this server does not track, the second result is None.
         """
         tracks = batch.mamba_track_indices is not None
         return fused_commit_track_indices(
@@ -276,7 +278,7 @@ def make_state(worker: TpModelWorker, kind: GdnState | None, width: int) -> Stat
         kind: method that advances the states; None: the target has no recurrent states, or this server never verifies.
         width: number of tokens of a block that are verified.
     Raises:
-        NotSupported: `kind` is FOLD, and the target has other states, which a fold does not advance.
+        NotSupported: `kind` is FOLD, and the target has further states, or its pool is not a `RecordPool`.
     """
     if kind is None:
         return NoState()

@@ -75,7 +75,7 @@ class Verifier:
             tokens_BN: int64, tokens to verify; N is the plan's width, slot 0 the anchor.
         """
         self.use(plan.width)
-        # The copy of the drafts to the host starts before the target's forward, to overlap with it.
+        # The copy of the drafts to the host starts before the target's forward, so that both overlap.
         tree = GrammarTree.from_linear_chain(tokens_BN) if batch.has_grammar else None
         verified = plan.verified
         # SGLang builds the forward from these fields of the batch. The scheduler restores them after the step.
@@ -89,7 +89,7 @@ class Verifier:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=verified.kv,
         )
-        # `defer_metadata_init`, because the forward plans attention itself. Otherwise it would be planned twice.
+        # Without `defer_metadata_init`, attention would be planned twice, because the forward plans it too.
         forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
         run = self.forward(forward_batch)
         output = run.logits_output
@@ -97,5 +97,5 @@ class Verifier:
         return Target(run, features_TC, tree)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Advance each request's recurrent states by the first `n_committed_B`, int32 [B], tokens verified last."""
+        """Advance each request's recurrent states by the first `n_committed_B` tokens of its block, int32 [B]."""
         self.engines[plan.width].state.commit(batch, plan, n_committed_B)

@@ -4,18 +4,18 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-DECAY = math.exp(-1 / 32)  # factor per step on the weight of an observation in a request's counts
+DECAY = math.exp(-1 / 32)  # decay per step of an old observation's weight, in the counts of one request
 HEAVY = 1e100  # weight of a new observation above which all weights are scaled down
-ALL_DECAY = math.exp(-1 / 512)  # factor per step on the weight of an observation in the counts of all requests
+ALL_DECAY = math.exp(-1 / 512)  # decay per step of an old observation's weight, in the counts of all requests
 PRIOR = 4.0  # weight of the prior, in observations
-LEVEL_DECAY = math.exp(-1 / 8)  # factor per block on the weight of evidence about a request's level
-# Weight of the prior (level 1) in a request's level, in drafts: for the first draft of a block, and for further drafts.
+LEVEL_DECAY = math.exp(-1 / 8)  # decay per block of the weight of old evidence about a request's level
+# Weight of the prior, level 1, in drafts: in the level of a block's first draft, and in that of its further drafts.
 FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0
 CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
-WARM_UP = 8  # tokens; requests up to this length, such as a server's warm-up, do not enter the counts of all requests
+WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) stay out of the counts of all requests
 
 # For each draft position: weighted number of times all drafts before it were accepted (it was "reached"), and weighted
-# number of times it was accepted. Later observations get larger weights instead of earlier ones smaller weights.
+# number of times it was accepted. Earlier observations keep their weights. Instead, later ones get larger weights.
 Counts = list[tuple[float, float]]
 
 
@@ -39,7 +39,7 @@ class Level:
             self.n_usual = LEVEL_DECAY * self.n_usual + sum(usual_D)
 
     def odds(self) -> float:
-        """Return the level: the factor by which the usual odds are multiplied for this request."""
+        """Return the level: the factor between this request's odds and the usual odds."""
         if not self.n_reached:
             return 1.0
         usual = self.n_usual / self.n_reached
@@ -67,9 +67,9 @@ class Acceptance:
 
     The estimate for a request combines the request's own counts with a prior. The prior is the estimate over all
     requests, with its odds multiplied by the request's level. The estimate over all requests combines the counts of all
-    requests with a prior too: the last estimate at the position, or if the position was never reached, the estimate at
-    the position before. Older steps weigh less. A request's counts fade by `DECAY`. The counts of all requests fade by
-    the slower `ALL_DECAY`, so that the request that ran last does not determine the estimate for a new request.
+    requests with a prior too. This prior is the last estimate at the position. If the position was never reached, it is
+    the estimate at the position before. Older steps weigh less. A request's counts fade by `DECAY`. The counts of all
+    requests fade by the slower `ALL_DECAY`, so that the last request does not determine the estimate for a new one.
     """
 
     def __init__(self, n_drafts: int) -> None:

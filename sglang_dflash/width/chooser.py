@@ -14,13 +14,13 @@ from sglang_dflash.width.tally import Tally
 logger = logging.getLogger(__name__)
 
 REPORT = 1000  # number of steps between two log lines
-# A warning is logged if of at least this many drafted blocks, less than this share has an accepted draft.
+# A warning is logged after at least this many drafted blocks, if less than this share of them has an accepted draft.
 SUSPECT_BLOCKS, SUSPECT_SHARE = 500, 0.02
 DEFAULT = (1, 4, 8, 12)  # default verify widths, in addition to the whole block
 WIDEST = 32  # largest width in SGLANG_DFLASH_WIDTHS if the block is smaller; n-gram copies fill the rest
 
 Measure = Callable[[int, Sequence[int]], Sequence[float]]  # (number of requests, widths) -> seconds of a step at each
-Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # request ids, width, accepted drafts, time in s
+Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # ids, width, accepted drafts, clock time in s
 Kind = tuple[int, int, int]  # number of a step's requests, its width, and number of interruptions before it
 
 
@@ -29,8 +29,8 @@ class Chooser:
 
     The time of a step is measured as the interval between two consecutive outcomes. On a GPU this interval is the time
     of the step that just finished, on a CPU that of a step launched later. So an interval is used only if all steps
-    involved are equal: the finished step, the one before it, and all steps in flight must have equal numbers of
-    requests and equal widths, without a prompt in between. The number of steps in flight must also be equal at both
+    involved are equal: the finished step, the one before it, and all steps in flight. They must have equal numbers of
+    requests and equal widths, without a prefill in between. The number of steps in flight must also be equal at both
     outcomes.
     """
 
@@ -54,7 +54,7 @@ class Chooser:
         self.n_interruptions += 1
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """Record the outcome of the oldest step in flight; `now_s`: present time in seconds."""
+        """Record the outcome of the oldest step in flight; `now_s`: clock time in seconds."""
         rids, decision, kind = self.in_flight.popleft()
         n_requests, width, _ = kind
         assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
@@ -75,7 +75,7 @@ class Chooser:
             self.recent = Tally()
 
     def _warn_of_draft(self) -> None:
-        """Warn once if hardly any block has an accepted draft, because the draft may not belong to the target."""
+        """Warn once if hardly any block has an accepted draft. The draft may belong to another target."""
         n_drafted, n_useful = self.tally.n_drafted, self.tally.n_useful
         if not self.is_suspected and n_drafted >= SUSPECT_BLOCKS and n_useful < SUSPECT_SHARE * n_drafted:
             self.is_suspected = True
@@ -87,7 +87,7 @@ class Chooser:
             )
 
     def describe(self) -> dict[str, Any]:
-        """Return counts since the start and the estimated step times, as JSON."""
+        """Return counts since the start and the estimated step times, in types that JSON has."""
         return {
             "policy": self.policy.name,
             "seconds": self.policy.cost.by_size() if self.policy.cost else {},
@@ -104,11 +104,12 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
     Args:
         flags: environment flags.
         block_size: number of tokens per block.
-        no_copies: reason why blocks get no n-gram copies; "": they do, so widths may exceed the block.
+        no_copies: reason why blocks get no n-gram copies; "": there are copies, so widths may exceed the block.
         whole_blocks: reason why only the whole block can be verified; "": any width can be verified.
     Raises:
         ValueError: a width is out of range.
-        NotSupported: a width differs from the block although only the block can be verified.
+        NotSupported: a width exceeds the block although there are no copies, or differs from the block although only
+            the block can be verified.
     """
     if flags.width_policy is WidthPolicy.FIXED or (whole_blocks and flags.widths in ((), (block_size,))):
         return (block_size,)
@@ -128,7 +129,7 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
 
 
 def widest(block_size: int, widths: Sequence[int]) -> int:
-    """Return the largest number of tokens that a step writes for a request, from which memory sizes are computed."""
+    """Return the largest number of tokens that a step writes for a request. Memory sizes depend on it."""
     return max((block_size, *widths))
 
 
@@ -136,7 +137,7 @@ def make_policy(kind: WidthPolicy, widths: Sequence[int], *, n_requests: int, se
     """Return the policy of a server.
 
     Args:
-        kind: policy for more than one width.
+        kind: RANDOM, or any other kind for `Adaptive` with several widths and `Fixed` with one.
         widths: widths to choose from, ascending; empty on a prefill-only server.
         n_requests: largest number of requests in a batch.
         seconds: function that measures step times.

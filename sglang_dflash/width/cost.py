@@ -6,9 +6,9 @@ from statistics import median
 
 import numpy as np
 
-# A real step's relative error is its time divided by the estimate, minus 1.
+# The relative error of a real step is the step's time divided by the estimate, minus 1.
 COMMON = 0.1  # fraction of the error by which the times of all widths are corrected
-OWN = 0.03  # fraction of the error by which the time of the step's width is corrected in addition
+OWN = 0.03  # further fraction of the error by which the time of the step's own width is corrected
 MOST = 0.15  # bound of the error before a width has had RECENT steps, because some steps take twice as long
 RECENT = 5  # number of last steps of a width whose median error is used
 
@@ -19,8 +19,8 @@ class StepCost:
     """Estimator of the time T(B, w) of a step with B requests at width w, in seconds.
 
     Real steps include costs that start-up did not measure: the scheduler, longer contexts, other load on the machine.
-    These costs are a similar share of a step at every width, so they correct all widths. An error of the start-up
-    measurement concerns one width, so the step's width is corrected in addition. Ranks measure different times but must
+    These costs are a similar share of a step at every width, so all widths are corrected. An error of the start-up
+    measurement concerns one width, so the step's own width is corrected further. Ranks measure different times but must
     choose the same width. So corrections are used only after `settle` has made them equal on all ranks.
     """
 
@@ -35,13 +35,13 @@ class StepCost:
         self.settle()
 
     def settle(self) -> None:
-        """Use the corrections measured so far in `of`. All ranks must call this after the same number of steps."""
+        """Apply the corrections so far to the results of `of`. All ranks must call this after the same step."""
         agreed_SW = np.array(self.measured_SW, dtype=float)
         self.agree(agreed_SW)
         self.measured_SW, self.agreed_SW = agreed_SW.tolist(), agreed_SW.tolist()
 
     def of(self, n_requests: int) -> list[float]:
-        """Return the seconds of a step at each width; for batches larger than all measured ones, of the largest one."""
+        """Return the seconds of a step at each width. Larger batches than all measured ones get the largest one's."""
         return self._of(n_requests, self.agreed_SW)
 
     def _of(self, n_requests: int, seconds_SW: Sequence[Sequence[float]]) -> list[float]:

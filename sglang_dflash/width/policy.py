@@ -11,10 +11,11 @@ block. E_r(w) is E(w) after such a rest. The policy uses the r and w with the
 over r = 0 and r = REST and all widths. On a GPU T grows in jumps, so the optimum may lie beyond a worse width.
 
 A step at width w shows which drafts at narrower widths would be accepted, but nothing about further drafts. So some
-steps verify the whole block, which is called a look. A request that runs alone has a look in its first step. A batch of
-new requests has one in its first step if the budget is not negative. Later looks follow when the budget covers the
-expected loss of a look. Each step adds to the budget `EXPLORE` times the largest possible gain of a wider block, as if
-all drafts beyond the present width were accepted. A change of width costs nothing, so there is no threshold for it.
+steps, called looks, verify at the largest width. A request that runs alone and has had no drafts gets a look. A batch
+of such requests gets one if the budget for looks is not negative. Further looks follow when this budget, in seconds,
+covers the expected loss of a look. Each step adds `EXPLORE` times the largest possible gain of a larger width to the
+budget. This gain assumes that a draft beyond the present width is accepted whenever all drafts before it are. A change
+of width costs nothing, so there is no threshold for it.
 
 The policy runs on the host in plain Python, with counts that arrive one or two steps late. numpy calls between two
 steps would be slow on a CPU whose caches a model has just filled. Ranks have equal counts and choose equal widths.
@@ -29,12 +30,12 @@ from typing import NamedTuple
 from sglang_dflash.width.acceptance import Acceptance
 from sglang_dflash.width.cost import StepCost
 
-EXPLORE = 0.01  # budget for looks, as a fraction of a wider block's possible gain; at most this fraction of the time
+EXPLORE = 0.01  # fraction of a larger width's possible gain that is added to the budget; at most this share of the time
 REST = 6  # number of steps of one token in a rest; longer rests have no further effect
-REST_DECAY = math.exp(-1 / 128)  # factor per drafted block on the weight of evidence about rests
+REST_DECAY = math.exp(-1 / 128)  # decay per step with drafts of the weight of old evidence about rests
 REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
 SETTLE = 32  # number of steps between two calls of `StepCost.settle`
-EARLY = (SETTLE // 4, SETTLE // 2)  # first steps that also call `settle`, because times from start-up may be wrong
+EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
 
 
 class Decision(NamedTuple):
@@ -84,10 +85,10 @@ class Random(Policy):
 
 
 class Rhythm:
-    """Two factors on the expected number of accepted drafts: for blocks without a rest before, and with one.
+    """Two factors on the expected number of accepted drafts: one for blocks without a rest before, one for the others.
 
-    A factor is the number of accepted drafts divided by the number that `Acceptance` expects, for these blocks,
-    relative to this quotient for all blocks. With little evidence a factor is near 1.
+    A factor is a quotient of the blocks of its kind, divided by the same quotient of all blocks. The quotient is the
+    number of accepted drafts divided by the number that `Acceptance` expects. With little evidence a factor is near 1.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class Review(NamedTuple):
     rest: int  # number of steps of one token before each drafted block
     best: Decision  # decision for the step after a rest
     look: Decision  # decision for a look
-    block_s: float  # seconds of a step that verifies the whole block
+    block_s: float  # seconds of a step at the largest width
     price_s: float  # expected loss of a look, in seconds
     saving_s: float  # seconds added to the budget for looks at each step
 
@@ -129,7 +130,7 @@ class Adaptive(Policy):
     cost: StepCost
 
     def __init__(self, widths: Sequence[int], cost: StepCost) -> None:
-        """`widths` ascending, the last one the block."""
+        """`widths`: ascending; looks have the last one."""
         self.name, self.widths, self.cost = "auto", tuple(widths), cost
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
@@ -140,7 +141,7 @@ class Adaptive(Policy):
         self.drafted = set[str]()  # requests that have had a step with drafts
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Choose the best width, or a step of one token during a rest, or a look if the budget covers its loss."""
+        """Choose the best width, or one token during a rest, or a look if the budget covers the loss of a look."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY:
             self.cost.settle()
@@ -150,7 +151,8 @@ class Adaptive(Policy):
         review = self.review
         self.saved_s = min(self.saved_s + review.saving_s, review.block_s)
         decision = review.best if self.n_rested >= review.rest else Decision(1, expected=1.0)
-        # With rests before drafted blocks, a look is allowed only right after a drafted block, so without a rest.
+        # If drafted blocks follow rests, the budget pays for a look only directly after a drafted block. So this look
+        # has no rest before it.
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
             self.saved_s -= review.price_s
@@ -181,7 +183,7 @@ class Adaptive(Policy):
         )
         rest, look = -minus_rest, Decision(block, expected[REST if width == 1 else 0, block])
         usual = 1 if rest else width
-        # Upper bound of the gain of wider blocks: each further slot gains as much as the last one of the usual width.
+        # Upper bound of the gain of larger widths: each further slot gains as much as the last one of the usual width.
         gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
         return Review(

@@ -13,7 +13,10 @@ class Tally:
         self.n_drafted, self.n_useful = 0, 0  # number of blocks with drafts, and of blocks with an accepted draft
 
     def add(self, width: int, n_accepted_B: Sequence[int]) -> None:
-        """Count a step at `width`; `n_accepted_B`: number of accepted drafts of each request, 0..width - 1."""
+        """Count a step at `width`; `n_accepted_B`: number of accepted drafts of each request, 0..width - 1.
+
+        Without requests, do nothing.
+        """
         if n_accepted_B:
             self.n_steps[width] += 1
             self.n_blocks.update((width, n) for n in n_accepted_B)
@@ -22,7 +25,7 @@ class Tally:
                 self.n_useful += sum(map(bool, n_accepted_B))
 
     def n_committed(self) -> int:
-        """Return the number of committed tokens: accepted drafts and a bonus per block."""
+        """Return the number of committed tokens: accepted drafts, and one bonus per block."""
         return sum((n_accepted + 1) * n for (_, n_accepted), n in self.n_blocks.items())
 
     def __str__(self) -> str:
