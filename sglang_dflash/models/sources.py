@@ -35,7 +35,10 @@ NOT_SOURCE = {"site-packages", "test", "tests"}
 
 
 def sources(folder: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Yield text and syntax tree of the Python files in `folder`; skips files that do not parse, such as templates."""
+    """Yield the text and the syntax tree of each Python file in `folder`.
+
+    Tests, installed packages (`NOT_SOURCE`) and files that do not parse, such as templates, are skipped.
+    """
     for path in sorted(folder.rglob("*.py")):
         if NOT_SOURCE & set(path.relative_to(folder).parts):
             continue
@@ -47,7 +50,10 @@ def sources(folder: Path) -> Iterator[tuple[str, ast.Module]]:
 
 
 def pieces(text: str, tree: ast.Module) -> Iterator[tuple[bool, str]]:
-    """Yield (is code, text) of one file: functions of 4 to 30 lines, and docstrings of 200 to 1,200 characters."""
+    """Yield (is code, text) for each usable piece of a file.
+
+    Pieces are functions of 4 to 30 lines and at most 1,200 characters, and docstrings of 200 to 1,200 characters.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
             continue
@@ -61,19 +67,19 @@ def pieces(text: str, tree: ast.Module) -> Iterator[tuple[bool, str]]:
 
 
 def tasks(folders: Sequence[Path], n: int, seed: int) -> Iterator[Messages]:
-    """Yield at most `n` tasks from `folders`, half about code and half about text."""
+    """Yield at most `n` user messages with tasks on pieces from `folders`, half about code and half about text."""
     found = pieces_of(folders)
     yield from of_kind(found, n // 2, seed, ON_CODE, code=True)
     yield from of_kind(found, n // 2, seed, ON_TEXT, code=False)
 
 
 def pieces_of(folders: Sequence[Path]) -> set[tuple[bool, str]]:
-    """Return the distinct (is code, text) pieces of all files in `folders`. Parses every file."""
+    """Parse all files in `folders`, and return their distinct pieces as (is code, text)."""
     return {piece for folder in folders for source in sources(folder) for piece in pieces(*source)}
 
 
 def of_kind(found: set[tuple[bool, str]], n: int, seed: int, asked: Sequence[str], *, code: bool) -> Iterator[Messages]:
-    """Yield at most `n` tasks: a random one of `asked`, about a function (`code`) or a docstring."""
+    """Yield at most `n` user messages: a random one of `asked`, then a function (`code`) or a docstring."""
     random = Random(f"{seed}/{code}")
     texts = sorted(text for is_code, text in found if is_code == code)
     for text in random.sample(texts, min(len(texts), n)):
