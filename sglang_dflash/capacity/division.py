@@ -6,9 +6,9 @@
       / bytes of K and V per token, of target and draft                              -> tokens; requests
 
 The workers differ. For a block on a hybrid target, SGLang's worker stores a recurrent state per token, this plugin's
-worker a smaller record per token. The K and V of a windowed draft are in a ring buffer per request with this plugin,
-but in as many slots as the target's with SGLang. Only this plugin can have token histories (for n-gram copies), widths
-beyond the block, and an fp8 copy of the head.
+worker a smaller record per token. For the K and V of a windowed draft, SGLang has as many slots as for the target, this
+plugin a ring buffer per request. Only this plugin can have token histories (for n-gram copies), widths beyond the
+block, and an fp8 copy of the head.
 
 `geometry` creates the dataclasses with sizes from config.json, and `report` prints the result. Speed is not computed.
 The memory of graphs and activations is not computed either: 1 - mem_fraction_static of the card is left for them.
