@@ -1,4 +1,4 @@
-"""Training text from the target: an OpenAI server answers prompts, one line of JSON per conversation.
+"""Training text from the target: its OpenAI-compatible server answers prompts, one line of JSON per conversation.
 
 Each line is written when its answer arrives, so an interrupted run resumes with the prompts that have no line yet.
 """
@@ -23,7 +23,7 @@ Line = dict[str, Any]  # messages, and perhaps tools and chat_template_kwargs
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Prompts of odd number are answered at `temperature`, prompts of even number greedily."""
+    """Sampling parameters. Every second prompt is answered at `temperature`, the others (0, 2, ...) greedily."""
 
     temperature: float = 0.7
     max_tokens: int = 256
@@ -39,7 +39,7 @@ def read_prompts(path: Path) -> list[Line]:
     """Return the conversations of a .jsonl file.
 
     Raises:
-        ValueError: a line is no conversation, or its last turn is not the user's or a tool's. The error names the line.
+        ValueError: a line is no conversation, or its last turn is not of the user or of a tool.
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -58,7 +58,7 @@ def read_prompts(path: Path) -> list[Line]:
 
 
 def answered(out: Path) -> Iterator[str]:
-    """Yield the names of the conversations in the file `out`. Removes an incomplete last line from the file."""
+    """Remove an incomplete last line from the file `out`, and yield the names of the conversations in the file."""
     if not out.exists():
         return
     text = out.read_text()
@@ -71,7 +71,7 @@ def answered(out: Path) -> Iterator[str]:
 
 
 async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, number: int) -> Line | None:
-    """Return the line with the target's answer; None if the answer is empty. Even numbers are answered greedily."""
+    """Return the line with the target's answer; None if the answer is empty. `number`: the line's number, from 0."""
     reply = await client.chat.completions.create(
         model=model,
         messages=line["messages"],
@@ -101,13 +101,15 @@ def answer_of(message: ChatCompletionMessage) -> dict[str, Any] | None:
 async def write_answers(
     client: AsyncOpenAI, prompts: Sequence[Line], out: Path, sampling: Sampling, *, at_once: int
 ) -> int:
-    """Append a line to `out` for each prompt that has none yet, with `at_once` requests in flight.
+    """Append a line to `out` for each prompt that has none yet, with at most `at_once` requests in flight.
+
+    A prompt with an empty answer gets no line.
 
     Returns:
         The number of lines written.
 
     Raises:
-        openai.APIError: the server refuses a prompt. Lines that are already written remain.
+        openai.APIError: a request fails. Lines that are already written remain.
     """
     model = (await client.models.list()).data[0].id
     done = set(answered(out))
@@ -144,7 +146,7 @@ def run(server: str, prompts: Path, out: Path, sampling: Sampling, at_once: int)
     """Answer the prompts of a file and return the number of lines written.
 
     Raises:
-        ValueError: the file is invalid, or the server refuses a prompt.
+        ValueError: the file is invalid, or a request fails.
     """
     client = AsyncOpenAI(base_url=server, api_key="none", timeout=3600)
     try:

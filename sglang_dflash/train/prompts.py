@@ -1,7 +1,7 @@
 """Prompts for a target to answer: user turns that the target itself writes, and tasks about code and text.
 
-A chat model that continues the header of a user turn writes a typical question. `OPENINGS` are first words of
-questions, which add variety. Tasks take functions and documentation from installed Python packages.
+If a chat model continues the header of a user turn, it writes a typical question. `OPENINGS` are first words of
+questions, which add variety. Tasks contain functions and documentation from installed Python packages.
 """
 
 import asyncio
@@ -34,7 +34,10 @@ def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 async def user_turns(
     client: AsyncOpenAI, tokenizer: PreTrainedTokenizerBase, n: int, seed: int, at_once: int
 ) -> Iterator[Messages]:
-    """Let the target write `n` user turns at temperature 0.9; return the distinct ones of 8 to 400 characters."""
+    """Generate `n` user turns with the target at temperature 0.9, and return the distinct ones of 8 to 400 characters.
+
+    Turns that reach the limit of 120 tokens are left out.
+    """
     before, after = user_header(tokenizer)
     model = (await client.models.list()).data[0].id
     stop = after.strip().splitlines()[0]
