@@ -1,1 +1,1 @@
-"""Number of requests that a card holds, computed before a launch, without a GPU or SGLang."""
+"""Computation of the number of requests that a card holds, before a launch, without a GPU or SGLang."""

@@ -1,13 +1,14 @@
 """Division of a card's memory, and the number of requests that fit, with this plugin's worker or SGLang's.
 
     card x mem_fraction_static
-      - weights of target and draft, and SGLang's image cache          -> rest
-      - recurrent states, and each request's further bytes for a block -> bytes of K and V; slots of states, requests
-      / bytes of K and V per token, of target and draft                -> tokens; requests of a given length
+      - weights of target and draft, fp8 copy of the head, SGLang's image cache      -> rest
+      - recurrent states and blocks of all requests, ring buffers, token histories   -> bytes of K and V
+      / bytes of K and V per token, of target and draft                              -> tokens; requests
 
-The workers differ in two ways. For a block on a hybrid target, SGLang's worker stores a recurrent state per token, this
-plugin's worker a smaller record per token. For the K and V of a windowed draft, this plugin has a ring buffer per
-request, and SGLang as many slots as for the target.
+The workers differ. For a block on a hybrid target, SGLang's worker stores a recurrent state per token, this plugin's
+worker a smaller record per token. For the K and V of a windowed draft, SGLang has as many slots as for the target, this
+plugin a ring buffer per request. Only this plugin can have token histories (for n-gram copies), widths beyond the
+block, and an fp8 copy of the head.
 
 `geometry` creates the dataclasses with sizes from config.json, and `report` prints the result. Speed is not computed.
 The memory of graphs and activations is not computed either: 1 - mem_fraction_static of the card is left for them.
@@ -30,7 +31,7 @@ IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, subtracted before K a
 
 
 class RadixStates(IntEnum):
-    """Number of state slots per request, by strategy: its own, those in the prefix tree, and those tracked for it."""
+    """State slots per request, by strategy of the prefix cache: its own, those in the tree, and those tracking it."""
 
     EXTRA_BUFFER = 5
     EXTRA_BUFFER_LAZY = 4
@@ -55,7 +56,7 @@ class TargetSizes:
         weight_bytes: total of all ranks.
         weights_from: source of `weight_bytes`, as text.
         image_width: hidden size of the image encoder; 0 if there is none.
-        context_length: most tokens that the target supports.
+        context_length: largest number of tokens of a request: the target's limit, or the server's.
         fp8_head_bytes: bytes of an fp8 copy of the head, total of all ranks.
         source: source of the config, as text.
     """
@@ -79,7 +80,7 @@ class DraftSizes:
     Attributes:
         split_bytes: weights that are split over ranks: attention and MLP.
         whole_bytes: weights that every rank has: feature fusion, norms, convolutions and the selector's tables.
-        window: context tokens that the layers attend to at most; None if a layer attends to the whole context.
+        window: most context tokens that a layer attends to; None if a layer attends to the whole context.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Serving:
         window: `--speculative-draft-window-size`.
         copies: this plugin keeps token histories for n-gram copies.
         fp8_head: this plugin keeps an fp8 copy of the target's head.
-        wider: this plugin's widest verify, if wider than a block; else 0.
+        wider: tokens of this plugin's widest verify if it exceeds the block; else 0.
     """
 
     mem_fraction: float
@@ -123,7 +124,7 @@ class Serving:
 
 
 class States(NamedTuple):
-    """Division of the recurrent pools: state slots, requests, bytes of all states, and bytes of all blocks."""
+    """Sizes of the recurrent pools: state slots, requests, bytes of all states, and bytes of all blocks."""
 
     n_slots: int
     n_requests: int
@@ -173,7 +174,7 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     Args:
         card_gib: GiB that are free before the model loads.
     Raises:
-        ValueError: the ranks do not divide the models' heads, or the window is shorter than a block.
+        ValueError: a model's heads cannot be split over the ranks, or the window is shorter than a block.
     """
     _check(target, draft, serving)
     tp_size, card = serving.tp_size, card_gib * GIB
@@ -272,10 +273,10 @@ def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, wor
 
 
 class Tier(NamedTuple):
-    """SGLang's settings for cards below a memory size: tokens per prefill chunk, and size of the graphs."""
+    """SGLang's settings for cards with less memory than `below_gib`, from which it derives the memory left free."""
 
     below_gib: float
-    chunk: int  # tokens
+    chunk: int  # tokens of a prefill chunk
     max_batch: int  # requests in the largest decode graph
     max_batch_tp4: int  # the same with 4 or more ranks
     n_prefill_graphs: int

@@ -1,8 +1,8 @@
 """Sizes of a target and a draft for `capacity`, from a Hugging Face config.json.
 
-Bytes of weights are read from the headers of safetensors files next to the config. Without these files they are read
-from the index of the files, and without an index computed from the config. Unknown model families and incomplete
-configs are rejected.
+The bytes of a target's weights are read from the headers of the safetensors files next to the config. If there are no
+such files, the bytes are read from the files' index, or else computed from the config. A draft's bytes are always
+computed. Unknown model families and incomplete configs are rejected.
 """
 
 import json
@@ -22,7 +22,7 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # bytes per weight of a draft's linear layers, once loaded
 CONV_ITEMSIZE = 2  # bytes; SGLANG_MAMBA_CONV_DTYPE is bfloat16 by default
 LONGEST = 262144  # context tokens if a config has no limit
-MTP = "mtp."  # tensors of a checkpoint's own drafter, which SGLang does not load under DFLASH
+MTP = "mtp."  # part of the tensor names of a checkpoint's own drafter, which SGLang does not load under DFLASH
 
 
 class Family(NamedTuple):
@@ -69,7 +69,11 @@ class Config(Fields):
         return self.count("head_dim", self.count("hidden_size") // self.count("num_attention_heads") if llama else None)
 
     def layer_kinds(self) -> list[str]:
-        """Return "full_attention" or "linear_attention" for each layer."""
+        """Return "full_attention" or "linear_attention" for each layer.
+
+        Raises:
+            ValueError: a layer has another kind, or the fields are missing or contradict each other.
+        """
         n_layers, interval = self.count("num_hidden_layers"), self.count("full_attention_interval", 0, least=0)
         kinds = self.get("layer_types")
         if kinds is None and interval:
@@ -119,10 +123,11 @@ def read_draft(model: str, quantization: str | None = None) -> DraftSizes:
     The config determines the shapes of all tensors.
 
     Args:
-        quantization: a key of `QUANTIZED_ITEMSIZES`, from `--speculative-draft-model-quantization`. Scales, at most one
-            per output, are not counted.
+        quantization: value of `--speculative-draft-model-quantization`, a key of `QUANTIZED_ITEMSIZES`; None: not
+            quantized. Scales, at most one per output, are not counted.
     Raises:
-        ValueError, NotSupported: see `checkpoint.parse`.
+        ValueError: there is no such model, its dtype is unknown, or see `checkpoint.parse`.
+        NotSupported: see `checkpoint.parse`.
     """
     _, config, source = _find(model, models.DRAFTS)
     draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # memory does not depend on the id
@@ -172,7 +177,7 @@ def _recurrent(config: Config, n_layers: int) -> RecurrentSizes | None:
 
 
 def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
-    """Return the bytes of all weights, and the source of this number as text."""
+    """Return the bytes of the target's weights, and the source of this number as text."""
     index = folder / "model.safetensors.index.json" if folder else None
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
@@ -188,7 +193,10 @@ def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
 
 
 def _header_bytes(file: Path) -> int:
-    """Return the bytes of a safetensors file's tensors, from its header: eight bytes with its length, then JSON."""
+    """Return the bytes of the tensors in a safetensors file, without the checkpoint's own drafter (`MTP`).
+
+    The file begins with its header: eight bytes with the length of the JSON after them.
+    """
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     spans = [tensor["data_offsets"] for name, tensor in header.items() if "data_offsets" in tensor and MTP not in name]

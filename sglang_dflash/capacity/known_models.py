@@ -1,4 +1,4 @@
-"""Targets and drafts with known published configs, from `assets/models.json`.
+"""Targets and drafts whose published configs are in `assets/models.json`.
 
 The file contains only the fields from which memory is computed, named as in config.json, and each config's source.
 """

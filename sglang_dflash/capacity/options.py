@@ -29,7 +29,7 @@ def arguments() -> Parser:
 
 
 def add_options(add: Add) -> None:
-    """Add the options with `add`, an argument parser's `add_argument`. Each also has SGLang's own name, if any."""
+    """Add the options with `add`, an argument parser's `add_argument`. SGLang's names of options are accepted too."""
     _add_pair(add)
     _add_memory(add)
     _add_plugin(add)

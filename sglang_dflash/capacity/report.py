@@ -3,7 +3,8 @@
     sglang-dflash check --model Qwen3.5-27B --gpu-memory 140.4
     sglang-dflash check --model DIR --draft DIR --gpu-memory 80 --context 32768 --tp 2 --json
 
-The numbers are computed from config.json files alone, for this plugin's worker and for SGLang's built-in DFLASH worker.
+The numbers are computed for this plugin's worker and for SGLang's built-in DFLASH worker. Their sources are config.json
+files and, if the target's folder has them, the headers or the index of its safetensors files.
 """
 
 import argparse
@@ -41,7 +42,7 @@ NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
 
 
 class Report(NamedTuple):
-    """Models, launch settings and card, with the capacity for each worker."""
+    """Models, launch settings and card, with the capacity that each worker has."""
 
     target: TargetSizes
     draft: DraftSizes
@@ -51,7 +52,7 @@ class Report(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report. Exit status 1: this plugin's worker cannot serve, or the capacity cannot be computed."""
+    """Print the report. Exit status 1: this plugin's worker holds no request, or the capacity cannot be computed."""
     options = arguments().parse_args(argv)
     try:
         report = answer(options)
@@ -107,7 +108,7 @@ def report_of(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib
 
 
 def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
-    """Yield (flag, number of requests at once) for changes of a single flag that allow more requests."""
+    """Yield (flag with value, number of requests at once) for each single flag that allows more requests."""
     serving, now = report.serving, report.results[worker]
 
     def then(**changes: Any) -> int:

@@ -34,7 +34,10 @@ def help_text() -> str:
 
 
 def refusal(flags: Sequence[str]) -> str:
-    """Return an error if the flags have a misspelt option, or only a model; else an empty text. SGLang is not run."""
+    """Return an error if a flag is a misspelt option of this command, or if only a model is given; else "".
+
+    SGLang is not run.
+    """
     for word in flags:
         if word.startswith("--") and word not in MODEL and (cure := nearest(word.split("=")[0], OWN, cutoff=0.85)):
             return f"there is no option {word.split('=')[0]}{cure}"
@@ -49,7 +52,10 @@ def refusal(flags: Sequence[str]) -> str:
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
-    """Run `check.launch` in a child process, and return its findings. If the process fails, that is the finding."""
+    """Run `check.launch` in a child process, and return its findings.
+
+    If the process fails, the last line that it printed to stderr is the only finding.
+    """
     command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -73,7 +79,7 @@ def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
 
 
 def check(argv: Sequence[str], *, as_json: bool, n_steps: int = 0) -> int:
-    """Print each part of the report when it is complete, and return the exit status."""
+    """Print each part of the report when it is complete, or with `as_json` all at the end. Return the exit status."""
     findings: list[Finding] = []
     parts = [partial(installation, launch=bool(argv))]
     if argv:  # without flags SGLang is not run

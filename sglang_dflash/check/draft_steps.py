@@ -1,7 +1,7 @@
-"""Acceptance of a draft in plain torch on one answer, with its slots as in DFlash and shifted by one.
+"""Acceptance of a draft on one answer of the target, in plain torch: with slots as in DFlash, and shifted by one.
 
 In DFlash, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. In some other
-drafters slot 0 already predicts the token after the anchor. If such a drafter is loaded as DFlash, its drafts are never
+drafters slot 0 already predicts the token after the anchor. If such a drafter is loaded as DFlash, hardly any draft is
 accepted.
 """
 
@@ -27,7 +27,7 @@ def measure(target_path: str, draft_path: str, n_steps: int) -> str:
         A sentence with the share of accepted first drafts.
 
     Raises:
-        ValueError: the pair does not match, the answer is too short, or the draft is not accepted; see `verdict`.
+        ValueError: the draft is invalid, or see `first_drafts_accepted` and `verdict`.
     """
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype="auto").eval()
     draft = DraftModel.from_pretrained(draft_path, dtype=target.dtype, device=target.device)
@@ -60,7 +60,7 @@ def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> tor
 def first_drafts_accepted(
     draft: DraftModel, target: PreTrainedModel, text: torch.Tensor, first: int, n_steps: int
 ) -> dict[int, float]:
-    """Return the share of anchors whose next token is predicted, by shift: slot 1 predicts for 0, slot 0 for 1.
+    """Return the share of anchors whose next token is predicted: by slot 1 (shift 0), and by slot 0 (shift 1).
 
     Args:
         text: int64 [tokens].

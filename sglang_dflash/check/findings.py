@@ -64,7 +64,7 @@ def sentence(refusal: Exception) -> str:
 
 
 def installation(*, launch: bool = False) -> list[Finding]:
-    """Return the findings that do not import SGLang; `launch`: launch flags are given, see `environment`."""
+    """Return the findings that need no import of SGLang; `launch`: launch flags are given, see `environment`."""
     return find(
         {
             "versions": versions,
@@ -82,10 +82,10 @@ def versions() -> str:
 
 
 def environment(*, launch: bool = False) -> str:
-    """Return the settings of the environment variables.
+    """Check the environment variables, and return a sentence with the selected worker and schedule.
 
     Args:
-        launch: launch flags are given, so `DFlashConfig` checks the widths against the block, and this function not.
+        launch: launch flags are given. Then this function does not check the widths: `DFlashConfig` checks them.
     Raises:
         ValueError: a variable has an invalid value, or stops SGLang from loading this plugin or its platform.
     """
@@ -135,7 +135,7 @@ def no_collection() -> Iterator[None]:
 
 
 def contract() -> str:
-    """Check that the installed SGLang's source has all names that this plugin needs.
+    """Check that the installed SGLang's source has all names that every server with DFLASH needs.
 
     Raises:
         RuntimeError: a name or a member is missing.

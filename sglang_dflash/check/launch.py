@@ -19,7 +19,7 @@ from sglang_dflash.host.arguments import asks_for_dflash
 
 
 def report(argv: Sequence[str]) -> list[Finding]:
-    """Return the findings in the order in which a launch does these steps; `argv`: launch flags, possibly none."""
+    """Return the findings in the order of a launch's steps; `argv`: launch flags. Without flags nothing is resolved."""
     checks: dict[str, Check] = {"plugin": live, "platform": machine}
     if argv:
         checks["launch"] = lambda: launch(argv)
@@ -30,7 +30,7 @@ def live() -> str:
     """Load plugins as SGLang does, and check that the hooks are in place.
 
     Raises:
-        RuntimeError: the plugin tried to end the process, which it does with another SGLang version.
+        RuntimeError: the plugin tried to end the process, because SGLang has another version or lacks a name.
         HostMismatch: see `host.require_live`.
     """
     from sglang.srt.plugins import load_plugins
@@ -56,10 +56,11 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
     """Resolve the arguments of a launch, which checks target, draft and flags against each other.
 
     Returns:
-        Block, window, backend, draft and notes in a line, and the whole configuration.
+        A line with block, window, backend, draft and notes, and a text with the whole configuration.
 
     Raises:
-        ValueError: the arguments do not select DFLASH, or are not supported; see `DFlashConfig.from_server_args`.
+        ValueError: a flag is misspelt, DFLASH is not selected, or see `DFlashConfig.from_server_args`.
+        SystemExit: SGLang's parser rejects the arguments for another reason than an unknown flag.
     """
     from sglang.srt.server_args import prepare_server_args
 
@@ -89,7 +90,7 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
 
 
 def misspelt(argv: Sequence[str]) -> str:
-    """Return a sentence with the first flag unknown to SGLang and the nearest known flag; empty if all are known."""
+    """Return a sentence with the first flag that SGLang lacks, and the nearest known flag; "" if all are known."""
     from sglang.srt.server_args import ServerArgs
 
     parser = Parser()

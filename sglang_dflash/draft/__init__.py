@@ -1,1 +1,1 @@
-"""Draft: its checkpoint, and the model that SGLang runs."""
+"""Draft model: reader of its checkpoint, and the model that SGLang runs."""

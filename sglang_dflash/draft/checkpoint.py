@@ -1,9 +1,9 @@
 """Reader of a draft checkpoint without its weights: `config.json` and the headers of its safetensors files.
 
-The server, the plain torch model and the trainer read drafts with this module. It checks that fields are present and
-agree with each other, that the files contain exactly the tensors implied by the fields, and that the config describes
-no other drafter. `read` accepts configs that `Checkpoint.to_json` writes. No code of a checkpoint is executed. This
-module uses neither flags nor SGLang.
+The server, the plain torch model, the trainer and the MLX model read drafts with this module. It checks that fields are
+present and agree with each other, and that the config is not another drafter's. The files must contain exactly the
+tensors that the fields imply. `read` accepts configs that `Checkpoint.to_json` writes. No code of a checkpoint is
+executed. This module uses neither flags nor SGLang.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,9 @@ from sglang_dflash.errors import STOCK, NotSupported
 
 CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Rope fields that a draft's config copies from a target that rotates a part of each head, or by multi-modal positions.
-# The draft does not use these fields: it rotates whole heads by one position. `rope_dim`, the head width, states this.
+# Rope fields that a draft's config may copy from its target, if the target rotates only a part of each head or uses
+# multi-modal positions. The draft does not use these fields: it rotates whole heads by one position. A `rope_dim` equal
+# to the head width confirms this.
 COPIED_FROM_TARGET = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -30,7 +31,7 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
     Args:
         revision: branch, tag or commit of a repository.
     Raises:
-        ValueError: the checkpoint contradicts itself or is incomplete.
+        ValueError: the checkpoint cannot be read, is incomplete, or contradicts itself.
         NotSupported: the checkpoint is a valid draft, but not a DFlash draft, or has an unsupported field.
     """
     checkpoint = parse(draft_files.read_config(path, revision), path)
@@ -44,7 +45,14 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
 
 
 def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
-    """Return the fields of `config`, typed and checked against each other."""
+    """Return the fields of `config`, typed and checked against each other.
+
+    Args:
+        path: the draft's name in messages.
+    Raises:
+        ValueError: a field is missing or wrong, or fields contradict each other.
+        NotSupported: the config is not a DFlash draft's, or has an unsupported field.
+    """
     config = in_our_words(config, path)
     refuse_variants(config, path)
     fields = Fields(config, path, "dflash_config")
@@ -76,7 +84,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
 
 
 def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the fields of DFlash 2, after checking that architecture and fields agree on the selector."""
+    """Return the fields that DFlash 2 added. A selector and DFlash 2's architecture must occur together."""
     given = Fields(config["dflash_config"], path, "")
     sizes = {name: given.count(name, 0, least=0) for name in SECOND if name.startswith(("conv_", "selector_"))}
     architecture = config["architectures"][0]
@@ -124,7 +132,10 @@ def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[t
 
 
 def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dict[str, Any]:
-    """Return `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (earlier), as one mapping."""
+    """Return the rope fields as one mapping, without those in `COPIED_FROM_TARGET`.
+
+    Transformers 5 writes `rope_parameters`, earlier versions write `rope_theta` and `rope_scaling`.
+    """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -132,7 +143,8 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
         raise NotSupported(f"{path}: rope_type={rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}; {STOCK}")
     if rope.get("rope_dim") not in (None, head_dim):
         raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} is not the head width {head_dim}; {STOCK}")
-    # If rope_dim is missing, some libraries apply these two fields of the target to the draft, and others do not.
+    # If rope_dim is missing, some libraries apply the target's partial_rotary_factor and mrope_section to the draft.
+    # Others do not.
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0
     if (partial or "mrope_section" in rope) and rope.get("rope_dim") is None:
         raise NotSupported(
@@ -148,7 +160,7 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
 
 
 def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of a DFlash draft."""
+    """Return the shapes of all tensors that a draft with these fields has, by name."""
     hidden, inner, head_dim = checkpoint.hidden_size, checkpoint.intermediate_size, checkpoint.head_dim
     q, kv = checkpoint.num_attention_heads * head_dim, checkpoint.num_key_value_heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {

@@ -1,6 +1,6 @@
 """Conversion of a draft's `config.json` from the dialects of other trainers to z-lab's, which `checkpoint.py` reads.
 
-The trainer speculators (of vLLM) nests the layers' fields in an object and counts target layers from 1. The trainer
+vLLM's trainer `speculators` nests the fields of the layers in an object, and counts target layers from 1. The trainer
 DeepSpec writes every field at the top level. Both train DFlash's network, but also other networks, which are rejected.
 """
 
@@ -26,11 +26,11 @@ def names_draft(config: Mapping[str, Any]) -> bool:
 
 
 def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the config in z-lab's dialect; a config that is in none of the other dialects is returned unchanged.
+    """Return the config in z-lab's dialect. A config in neither of the other two dialects is returned unchanged.
 
     Raises:
-        NotSupported: the draft is not DFlash, or has an unsupported part.
-        ValueError: a field of the dialect is missing.
+        NotSupported: the draft is not DFlash, has a reduced vocabulary, or is anchor-first.
+        ValueError: a field of speculators' dialect is missing or malformed.
     """
     names = config.get("architectures") or ()
     if "transformer_layer_config" in config or "speculators_model_type" in config or SPECULATORS in names:
@@ -74,7 +74,7 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Convert DeepSpec's config. Its blocks are anchor-first unless one of the fields `ANCHOR_FIRST` is false."""
+    """Convert DeepSpec's config. Its blocks are anchor-first unless one of the fields in `ANCHOR_FIRST` is false."""
     (name,) = config["architectures"]
     if config.get("markov_rank"):
         raise NotSupported(f"{path}: {name} with markov_rank {config['markov_rank']} is DSpark; give a DFlash draft")

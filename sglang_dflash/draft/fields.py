@@ -7,12 +7,12 @@ from typing import Any
 class Fields:
     """Fields of a config.json. Fields of the nested object `inner` take precedence over top-level fields.
 
-    A method raises a ValueError with the field's name if a field is missing or has a wrong type. Null counts as
-    missing.
+    Null counts as missing. `count` and `optional_count` raise ValueError if a value is not an integer, or is too small.
+    `count` also raises ValueError if the field is missing and there is no default.
     """
 
     def __init__(self, config: Mapping[str, Any], name: str, inner: str) -> None:
-        """`name`: the config's name in messages; `inner`: key of the nested object."""
+        """Merge the nested object under the key `inner` into `config`. Messages call the config `name`."""
         self.whole, self.name = config, name
         nested = config.get(inner)
         self.fields = {**config, **nested} if isinstance(nested, dict) else config

@@ -1,7 +1,8 @@
-"""Reading of a draft's files: `config.json`, and the names and shapes of tensors without their data.
+"""Access to a draft's files: `config.json`, and tensors or only their names and shapes.
 
-A draft is a directory or a Hugging Face repository id, as in SGLang. For a repository outside the local cache, only
-`config.json` and the headers of the safetensors files are fetched. `checkpoint.py` interprets the fields.
+A draft is a directory or a Hugging Face repository id, as in SGLang. If a repository is not in the local cache,
+`read_config` fetches only its config.json. `tensor_shapes` fetches only the headers of its safetensors files.
+`local_folder` downloads config.json and the whole safetensors files. `checkpoint.py` interprets the fields.
 """
 
 import json
@@ -25,8 +26,8 @@ Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 MASK_EMBEDDING = "mask_embedding.pt"
 ROTARY = "rotary_emb.inv_freq"
-# Unused tensors that some exporters save with a draft: the target's embedding, heads and norm, and the maps between a
-# reduced and the whole vocabulary (t2d, d2t) of the trainer speculators.
+# Unused tensors that some exporters save with a draft: the target's embedding, heads and norm. The trainer
+# `speculators` also saves t2d and d2t, maps between the whole and a reduced vocabulary.
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
 
 
@@ -34,7 +35,7 @@ def read_config(path: str, revision: str | None) -> dict[str, Any]:
     """Return `config.json` as written, without a library's defaults.
 
     Raises:
-        ValueError: there is no such draft, or the file is no JSON object.
+        ValueError: there is no such draft, the file cannot be fetched, or it is no JSON object.
     """
     file = _local_config(Path(path)) if Path(path).exists() else _hub_config(path, revision)
     return read_object(file, "fetch the draft again")
@@ -59,7 +60,7 @@ def tensor_shapes(path: str, revision: str | None) -> Shapes:
     """Return the shape of every tensor of the draft by name, without an exporter's name prefix (see `own_names`).
 
     Raises:
-        ValueError: the draft has no safetensors files, or one of its files is missing or damaged.
+        ValueError: the draft has no safetensors files, or one of them is missing, is damaged or cannot be fetched.
         NotSupported: the draft has its own mask embedding.
     """
     folder = Path(path) if Path(path).exists() else _cached_snapshot(path, revision)
@@ -72,10 +73,10 @@ def own_names(tensors: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def local_folder(source: str | Path) -> Path:
-    """Return `source` if it is a folder, else the folder into which the repository's config and weights are downloaded.
+    """Return `source` if it is a folder, else the folder of the repository `source`, after downloading its files.
 
     Raises:
-        FileNotFoundError: `source` is neither a folder with a config.json nor a repository's name.
+        FileNotFoundError: `source` is neither a folder nor a repository's name, or has no config.json.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -91,11 +92,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, Any], save_file: Callable[
     """Write model.safetensors with a framework's `save_file`, and give it the mode of the folder's config.json."""
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod((folder / "config.json").stat().st_mode)  # safetensors makes the file readable only for its owner
+    weights.chmod((folder / "config.json").stat().st_mode)  # safetensors creates a file that only its owner may read
 
 
 def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the tensors in a draft's directory, named as by `own_names`, without the unused ones in `BORROWED`.
+    """Return the tensors in a draft's directory by name, see `own_names`. Unused tensors (`BORROWED`) are left out.
 
     Args:
         read: a framework's reader of a safetensors file.

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-CHUNK = 4096  # number of rows rounded at a time, because the KV cache leaves little memory for fp32 intermediates
+CHUNK = 4096  # rows that are rounded at a time: the KV cache leaves little memory for fp32 intermediates
 
 
 class Fp8Head:

@@ -1,4 +1,4 @@
-"""Step of a generation in plain Python, for the models in any framework, and its cut at the end of the answer."""
+"""Result of a decode step in plain Python, for models of any framework, and its cut at the end of the answer."""
 
 from collections.abc import Container
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Check that a draft fits a target, by the sizes of both."""
+"""Check that the sizes of a draft fit its target."""
 
 from collections.abc import Iterable
 

@@ -18,7 +18,7 @@ from sglang_dflash.draft.target_ends import TargetEnds, best_candidates
 
 
 class SGLangBlockConv(nn.Module):
-    """Convolutions before and after one sublayer. Every rank has all weights, as it has all hidden states."""
+    """Convolutions before and after one sublayer. Every rank has all weights, because it has all hidden states."""
 
     def __init__(self, hidden_size: int, n_taps: int, group_size: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def convolved(
 
 
 class SGLangCandidateSelector(nn.Module):
-    """Selector of the drafts among the candidates of a block's slots.
+    """Selector of one draft per slot among the slot's candidates.
 
     Every rank has all rows of the codebooks, because each rank computes the drafts of all its requests.
     """
@@ -74,7 +74,7 @@ class SGLangCandidateSelector(nn.Module):
         return cls(config) if config.dflash_config.get("selector_rank") else None
 
     def path(self, hidden_TH: torch.Tensor, anchor_B: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-        """Return the drafts, int64 [B, D]: in each slot the candidate that best follows the token of the slot before.
+        """Return the drafts, int64 [B, D]: in each slot the candidate with the best score after the previous token.
 
         Args:
             hidden_TH: last hidden states of the drafted slots, T = B x D rows, contiguous.

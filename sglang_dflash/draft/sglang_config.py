@@ -29,10 +29,10 @@ def read_draft(
     model_override_args: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> PretrainedConfig:
-    """Read a DFlash draft's config without override arguments; SGLang reads other models. AROUND `get_config`.
+    """Read a DFlash draft's config without override arguments. SGLang reads other models. Hook around `get_config`.
 
-    SGLang also reads drafts that this plugin's reader rejects. With DFLASH the launch has already been refused, but
-    another algorithm may serve such a draft.
+    If this plugin's reader rejects a draft, SGLang reads the draft, because another algorithm may serve it. A launch
+    with DFLASH has been refused before.
     """
     try:
         found = stock(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
@@ -52,7 +52,7 @@ def read_draft(
 
 
 def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context_length: int | None) -> None:
-    """Set a draft's context length to at least its target's. AROUND `ModelConfig._derive_context_length`.
+    """Set a draft's context length to at least its target's. Hook around `ModelConfig._derive_context_length`.
 
     SGLang rejects a draft that was trained for fewer positions, although answers stay exact at later positions.
     """
@@ -68,7 +68,10 @@ def is_ours(config: PretrainedConfig) -> bool:
 
 
 def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
-    """Return a draft's config from this plugin's reader; None for other models, and if the reader rejects the file."""
+    """Return a draft's config from this plugin's reader.
+
+    None: the model is not a DFlash draft, SGLang's own worker is selected, or the reader rejects the file.
+    """
     with suppress(ValueError):
         config = draft_files.read_config(model, revision)
         if names_draft(config) and flags.current().worker is not Worker.STOCK:

@@ -46,7 +46,7 @@ from sglang_dflash.draft.weights import (
 
 
 class DraftAttention(nn.Module):
-    """Attention of one draft layer: over the whole block in full layers, over a window in sliding layers."""
+    """Attention of one draft layer: in full layers to the context and the whole block, in sliding ones to a window."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
@@ -170,16 +170,16 @@ class DraftLayer(nn.Module):
 class DFlashDraftModel(nn.Module):
     """Draft model: computes draft tokens from blocks of mask tokens, and context K/V from target features.
 
-    SGLang builds the model and loads the checkpoint. Then the worker calls `attach` once. `config.py` has validated the
-    config, so fields are not checked here.
+    SGLang builds the model and loads the checkpoint. Then the worker calls `attach` once. `draft.checkpoint` has
+    checked the config, so its fields are not checked again.
     """
 
     # The attributes from here to `kv_shape` are set by `attach`.
     ends: TargetEnds
-    # Weights of the q, k and v projections, stacked over layers. X is the number of rows of a layer; k and v begin at
-    # `first_k_row`. None: the projections are quantized.
+    # Weights of the q, k and v projections, stacked over layers: X rows per layer, those of k and v from `first_k_row`
+    # on. None: the projections are quantized.
     qkv_LXH: torch.Tensor | None
-    bias_LX: torch.Tensor | None  # biases of these projections; None: none
+    bias_LX: torch.Tensor | None  # biases of the q, k and v projections; None: there are no biases
     k_norm_LE: torch.Tensor  # weights of the norm of K
     first_k_row: int
     kv_shape: tuple[int, int, int]  # 2 (K or V), G, E
@@ -198,7 +198,7 @@ class DFlashDraftModel(nn.Module):
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the target's embeddings of token ids, [T] -> [T, H].
 
-        If a draft model has this method, SGLang's graph runner gives its forward token ids instead of embeddings.
+        If a draft model has this method, SGLang's graph runner passes token ids to `forward` instead of embeddings.
         """
         return self.ends.embed(input_ids)
 
@@ -213,7 +213,7 @@ class DFlashDraftModel(nn.Module):
 
         Args:
             ends: the target's embedding and head.
-            max_position: number of positions: one more than the largest position.
+            max_position: number of served positions, one more than the largest position.
         Raises:
             ValueError: the checkpoint lacks a tensor.
         """
@@ -278,7 +278,8 @@ class DFlashDraftModel(nn.Module):
         """Load a checkpoint, or update some of its tensors while serving.
 
         Raises:
-            ValueError: a tensor is unknown or has a wrong shape, or a quantized draft is updated.
+            ValueError: a tensor is unknown, or a quantized draft is updated.
+            AssertionError, RuntimeError: a tensor has a wrong shape (raised by SGLang's loaders).
         """
         parameters = dict(self.named_parameters())
         if self.needed <= self.loaded:

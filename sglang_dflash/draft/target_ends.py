@@ -28,13 +28,13 @@ TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class TargetEnds(NamedTuple):
-    """Embedding and head of the target, as modules, not as weights, so that weight updates apply to the draft too."""
+    """Embedding and head of the target. They are modules, not weights, so weight updates also apply to the draft."""
 
     embed: nn.Module  # token ids -> hidden
     head: Any  # module with .weight [V, H], possibly quantized
-    n_vocab: int  # number of rows of the head (of this rank's shard) that are tokens, without padding
+    n_vocab: int  # number of tokens in this rank's shard of the head; further rows are padding
     first_token: int  # token id of the first row of this rank's shard
-    tp_group: GroupCoordinator | None  # ranks that share the head; None: each rank has the whole head
+    tp_group: GroupCoordinator | None  # ranks that split the head; None: each rank has the whole head
     top_k: TopK = torch.topk
     quantized: bool = False
     fp8_head: Fp8Head | None = None  # used for the draft's blocks instead of `head`
@@ -107,9 +107,9 @@ def likeliest(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
 
 
 def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
-    """Return, for every row, the token of the rank with the largest value, int64 [T]; of the first such rank on ties.
+    """Return, for every row, the token of the rank with the largest value, int64 [T].
 
-    Each rank sends 2 T numbers instead of its shard of the logits.
+    On ties the lowest rank's token is returned. Each rank sends 2 T numbers instead of its shard of the logits.
 
     Args:
         best_T: largest value in this rank's shard of the vocabulary.

@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dflash.errors import STOCK, NotSupported
 
 DFLASH, DFLASH_2 = "DFlashDraftModel", "DFlash2DraftModel"
-# Network (DFlash or DFlash 2) by architecture name. Some names are SGLang's for drafts of a single target.
+# Network (DFlash or DFlash 2) by architecture name. SGLang uses some of the names for drafts of a single target.
 ARCHITECTURES = {
     DFLASH: DFLASH,
     "MuseGlimmerAssistantModel": DFLASH,
@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "MiniMaxDFlash2DraftModel": DFLASH_2,
 }
 
-# Fields that state that slot 0 of a block predicts the next token instead of holding the anchor.
+# Fields that are true if slot 0's output predicts the next token. In DFlash slot 0 only holds the anchor.
 ANCHOR_FIRST = ("sample_from_anchor", "query_zero_predicts_next")
 
 # Names of other drafters, by the keys (or prefixes of keys) that they have in `dflash_config`.
@@ -55,7 +55,7 @@ KEYS = {
     "selector_top_k",
 }
 
-# Keys of config.json that change the computation, each with the only supported value.
+# Keys of config.json that change the computation, each with its only supported value. Null is accepted too.
 TOP_LEVEL = {
     "model_type": "qwen3",  # a DFlash draft has Qwen3's layers for any target
     "use_gemma_norm": False,

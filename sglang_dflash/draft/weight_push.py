@@ -1,8 +1,8 @@
-"""Hooks on weight updates that a trainer pushes while serving: `/update_weights_from_tensor`, process group, or IPC.
+"""Hooks on weights that a trainer pushes to a running server: `/update_weights_from_tensor`, process group, or IPC.
 
-SGLang loads pushed tensors into every model that the request's selector names, or into all models without a selector.
-Some tensor names exist in both target and draft, so a push without a selector would overwrite the draft. These hooks
-restrict a push without a selector to the target. Tensors of the draft are pushed with `"selector": "draft"`.
+SGLang loads pushed tensors into the models that the request's selector names. By default the selector is "all". Some
+tensor names exist in both target and draft, so a push to all models would overwrite the draft. These hooks restrict it
+to the target. Tensors of the draft are pushed with `"selector": "draft"`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ NOT_LOADED = (ValueError, KeyError, RuntimeError, AssertionError)
 
 
 def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Restrict a push without a selector to the target. AROUND a push of `SchedulerWeightUpdaterManager`."""
+    """Restrict a push to all models to the target.
+
+    Hook around `update_weights_from_tensor` and `update_weights_from_distributed` of `SchedulerWeightUpdaterManager`.
+    """
     if request.selector == "all":
         request = msgspec.structs.replace(request, selector="target")
     return stock(manager, request)
 
 
 def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kwargs: Any) -> Outcome:
-    """Return failure, instead of raising, if a pushed tensor does not fit. AROUND `update_weights_from_tensor`."""
+    """Return a failure if a pushed tensor does not fit, where SGLang raises an error.
+
+    Hook around `WeightUpdater.update_weights_from_tensor`.
+    """
     try:
         return stock(updater, *args, **kwargs)
     except NOT_LOADED as error:
@@ -40,7 +46,7 @@ def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kw
 
 
 def draft_stays(stock: Callable[..., Outcome], updater: Any, request: Any) -> Outcome:
-    """Update only the target, because IPC has no selector. AROUND `WeightUpdater.update_weights_from_ipc`."""
+    """Update only the target, because IPC has no selector. Hook around `WeightUpdater.update_weights_from_ipc`."""
     if isinstance(updater.get_model(), DFlashDraftModel):
         return True, "Succeeded to update the target; the draft stays: IPC carries the target's tensors."
     return stock(updater, request)

@@ -1,4 +1,4 @@
-"""Hook on `/update_weights_from_disk`: a checkpoint is loaded only into the model that it belongs to.
+"""Hook on `/update_weights_from_disk` that loads a checkpoint only into the model to which it belongs.
 
 SGLang loads a checkpoint into both target and draft, which have tensors with equal names. If a load fails, SGLang
 reloads the same checkpoint, so it cannot restore the old weights. With this hook a DFlash draft's checkpoint is loaded
@@ -23,7 +23,7 @@ from sglang_dflash.draft.record import SECOND, Checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 
 Update = Callable[..., tuple[bool, str]]
-# Fields of a draft from which the server is built at its start, so a new draft must have equal values.
+# Fields of a draft that fix how the server is built at its start. A new draft must have equal values.
 BUILT = (
     "target_layer_ids", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "hidden_size",
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
@@ -32,9 +32,9 @@ BUILT = (
 
 
 def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tuple[bool, str]]:
-    """Return the hook. AROUND `WeightUpdater.update_weights_from_disk`.
+    """Return a hook around `WeightUpdater.update_weights_from_disk`.
 
-    The hook returns whether it succeeded, and a sentence for the client.
+    The hook returns whether the update succeeded, and a sentence for the client.
 
     Args:
         served: draft with which the server was started.
@@ -62,7 +62,7 @@ def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tu
 
 
 def is_draft(path: str) -> bool:
-    """Return whether the checkpoint's config names a DFlash draft; False if there is no config."""
+    """Return whether the checkpoint's config names a DFlash draft; False if no config can be read."""
     try:
         config = draft_files.read_config(path, None)
     except ValueError:
@@ -71,7 +71,12 @@ def is_draft(path: str) -> bool:
 
 
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int) -> None:
-    """Check that the new draft has the served draft's values of the fields `BUILT`, or raise ValueError."""
+    """Check that the new draft has the served draft's values of the fields `BUILT`, and belongs to the same target.
+
+    Raises:
+        ValueError: a value differs, or a target tensor in the draft's files has another shape.
+        NotSupported: the new draft's vocabulary is reduced.
+    """
     check_borrowed(new, "that of this server", hidden_size=served.hidden_size, vocab_size=vocab_size)
     for name in (*BUILT, *(["vocab_size"] if served.selector_rank else [])):
         ours, theirs = vars(served)[name], vars(new)[name]

@@ -27,9 +27,9 @@ FUSED: dict[str, tuple[str, str | int]] = {
 
 
 def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
-    """Return the parameter for a checkpoint's tensor, and the shard in it if it is fused.
+    """Return the name of the parameter for a checkpoint's tensor, and the tensor's shard if that parameter is fused.
 
-    Example: `a.q_proj.weight` -> `a.qkv_proj.weight`, `q`.
+    Example: `a.q_proj.weight` -> `a.qkv_proj.weight`, (`q`,).
     """
     for part, (fused, shard) in FUSED.items():
         if f".{part}." in name:
@@ -38,7 +38,7 @@ def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
 
 
 def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str | int, ...]]:
-    """Return the parameter for a checkpoint's tensor, and the shard in it if it is fused, as `fused_name` does.
+    """Return the same as `fused_name`, after checking that the draft has the parameter or ignores the tensor.
 
     Raises:
         ValueError: the draft has no such tensor.
@@ -50,10 +50,12 @@ def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str
 
 
 def require_all_known(names: Iterable[str], parameters: Container[str]) -> None:
-    """Check that the draft has all named tensors, and log the unused ones. Call this before a tensor changes.
+    """Check that the draft has or ignores each named tensor, and log the ignored ones.
+
+    Call this before a tensor changes.
 
     Raises:
-        ValueError: the draft lacks a named tensor.
+        ValueError: see `require_known`.
     """
     left_out = []
     for name in names:
@@ -69,7 +71,7 @@ def is_unused(name: str) -> bool:
 
 
 def checkpoint_names(parameters: Iterable[str]) -> set[str]:
-    """Return the names of a checkpoint's tensors for all these parameters, by inverting `fused_name`."""
+    """Return the names of the checkpoint's tensors for all these parameters: the inverse of `fused_name`."""
     parts: dict[str, list[str]] = {}
     for part, (fused, _) in FUSED.items():
         parts.setdefault(fused, []).append(part)

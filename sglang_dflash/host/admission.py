@@ -1,13 +1,13 @@
 """Checks of requests before they reach a scheduler, for servers with and without speculation.
 
-SGLang 0.5.23 accepts some requests that make the scheduler exit, and with it the answers of all clients are lost. It
-uses token ids and numbers of log-probabilities without a check. Some values overflow the dtypes of their tensors. `n`
-is unbounded, and a request with n = 2**31 exhausts memory. For other requests the logits become NaN, and the answer is
+SGLang 0.5.23 accepts some requests that make the scheduler exit. Then the answers of all clients are lost. SGLang uses
+token ids and numbers of log-probabilities without a check. Some values overflow the dtypes of their tensors. `n` is
+unbounded, and a request with n = 2**31 exhausts memory. Other requests turn the logits into NaN, so their answers are
 meaningless.
 
-The process that tokenizes a request rejects such a request with an error that names the field. The server answers with
-status 400. `tests/server/test_requests_bad.py` sends such requests. docs/troubleshooting.md lists the harmful requests
-that only a change in SGLang can reject.
+The process that tokenizes requests rejects these harmful ones with an error that names the field. The server answers
+with status 400. `tests/server/test_requests_bad.py` sends harmful requests. docs/troubleshooting.md lists those that
+only a change in SGLang can reject.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_dflash.host.increments import hook_parsers
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
 MOST_TOP_K = 2**31 - 1  # largest top_k, because SGLang stores top_k as int32
-# Largest bias and temperature. Far below fp32's maximum of 3.4e38, so that logits are neither infinite nor NaN.
+# Largest logit bias (absolute) and temperature. Far below fp32's maximum of 3.4e38, so that logits stay finite.
 MOST = 1e30
 LEAST_REPETITION = 1e-30  # least repetition_penalty; logits divided by less could overflow fp32
 # Largest number of answers per request. SGLang creates an internal request for each answer before it serves the first.
@@ -34,7 +34,7 @@ MOST_ANSWERS = 2**16
 
 
 def hook_tokenizer() -> None:
-    """Set the hooks of a process that tokenizes: checks of requests, and parsing of streamed answers piece by piece."""
+    """Set the hooks of a process that tokenizes. They check requests, and parse streamed answers piece by piece."""
     hook_parsers()
     contract.check(SECTIONS["admission"])
     contract.set_hooks(
@@ -47,10 +47,10 @@ def hook_tokenizer() -> None:
 
 
 def check_asked(_: None, request: GenerateReqInput) -> None:
-    """Check a request as the client sent it. AFTER `GenerateReqInput._handle_parallel_sampling`.
+    """Check a request as the client sent it. Hook after `GenerateReqInput._handle_parallel_sampling`.
 
     Raises:
-        ValueError: the request has too many answers, or sets a field that only SGLang may set.
+        ValueError: the request asks for too many answers, or sets `lora_id`, which only SGLang may set.
     """
     if request.lora_id is not None:
         raise ValueError("lora_id is internal to SGLang; leave it out, and name an adapter in lora_path")
@@ -60,12 +60,12 @@ def check_asked(_: None, request: GenerateReqInput) -> None:
 
 
 def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
-    """Check a prompt. AROUND `TokenizerManager._validate_one_request`.
+    """Check a prompt and the request's labels. Hook around `TokenizerManager._validate_one_request`.
 
-    Token ids are checked only if the client sent ids. A tokenizer makes only ids within the vocabulary.
+    Token ids are checked only if the client sent ids. A tokenizer returns only ids of the vocabulary.
 
     Raises:
-        ValueError: the prompt has no tokens, or a token outside the vocabulary, or see `check_labels`.
+        ValueError: the prompt has no tokens or a token outside the vocabulary, or a label is unknown.
     """
     stock(manager, request, input_ids)
     if not isinstance(request, GenerateReqInput):
@@ -83,7 +83,7 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
 
 
 def check_labels(request: GenerateReqInput, manager: Any) -> None:
-    """Check that the server counts by all labels of a request, or raise ValueError."""
+    """Check that the server's metrics, if enabled, have all custom labels of a request, or raise ValueError."""
     if manager.enable_metrics and request.custom_labels:
         unknown = set(request.custom_labels) - set(manager.metrics_collector.labels)
         if unknown:
@@ -94,10 +94,10 @@ def check_labels(request: GenerateReqInput, manager: Any) -> None:
 
 
 def check_parameters(made: Any, manager: Any, *_: Any) -> Any:
-    """Check a tokenized request, which goes to the scheduler. AFTER `TokenizerManager._create_tokenized_object`.
+    """Check a tokenized request before the scheduler gets it. Hook after `TokenizerManager._create_tokenized_object`.
 
     Raises:
-        ValueError: a parameter would make the scheduler exit, or make logits NaN.
+        ValueError: a parameter is invalid: it could make the scheduler exit, or turn logits into NaN.
     """
     if isinstance(made, TokenizedGenerateReqInput):
         vocab_size = manager.model_config.vocab_size

@@ -1,6 +1,6 @@
 """Server arguments that concern the draft, and facts about the target, read from SGLang before a worker exists.
 
-Both are dataclasses without SGLang's types, so that `config.combine` and its tests run without SGLang.
+`Arguments` and `TargetFacts` have no types of SGLang, so that `config.combine` and its tests run without SGLang.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class Arguments:
     draft_backend: str | None
     target_backend: str | None
     draft_kv_dtype: str
-    draft_quantization: str | None  # also None if the value is the target's, filled in by SGLang
+    draft_quantization: str | None  # also None if SGLang has filled in the target's value
     device: str
     tp_size: int
     pp_size: int
@@ -109,7 +109,8 @@ def arguments_of(server_args: Any) -> Arguments:
     return Arguments(
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
-        # After resolution `speculative_num_draft_tokens` is the widest verify, so the block size is the smaller one.
+        # After resolution `speculative_num_draft_tokens` may be a verify wider than the block. Then
+        # `speculative_dflash_block_size` is the block size.
         block_size=least_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
         draft_window=args.speculative_draft_window_size,
         draft_backend=args.speculative_draft_attention_backend,
@@ -174,10 +175,10 @@ def target_of(server_args: Any) -> TargetFacts:
 
 
 def device_of(device: str | None) -> str:
-    """Return "cpu", or an NVIDIA GPU's generation: "sm80", "sm89", "sm90", "sm100", "sm110", "sm120".
+    """Return "cpu", an NVIDIA GPU's generation such as "sm80", "sm89" or "sm120", or another device's name.
 
-    For other devices SGLang's name is returned. Compute capability 8.9 is distinguished from other 8.x, because only
-    8.9 has fp8. "undecided" means that SGLang has not resolved the device.
+    If a GPU is emulated, its generation is returned. Compute capability 8.9 is distinguished from other 8.x, because
+    only 8.9 has fp8. "undecided" means that SGLang has not resolved the device.
     """
     if device is None:
         return "undecided"

@@ -1,8 +1,8 @@
 """Selection of the draft's attention backend, by KV cache, page size and device.
 
 A DFlash draft needs a mask that ordinary decoding does not need: in a full layer every slot of the block attends to the
-whole block. With a backend that lacks this mask, drafts would change and acceptance would fall, without an error. So
-only the backends in `BACKENDS`, which have the mask, are allowed. SGLang checks that a backend's kernels are installed.
+whole block. If a backend lacked this mask, drafts would change and acceptance would fall, without an error. So only the
+backends in `BACKENDS`, which have the mask, are allowed. SGLang checks that a backend's kernels are installed.
 
 One difference is allowed: flashinfer uses the first slot's window for all slots of a block. So slot i of a sliding
 layer attends to i more tokens than its window (at most N - 1). This may change drafts, but not answers.
@@ -20,7 +20,7 @@ PAGES = (16, 32, 64, 128)  # page sizes of trtllm_mha, in tokens
 
 @dataclass(frozen=True)
 class Backend:
-    """Attention backend, and the devices, caches and masks that it supports for a block of the draft.
+    """Devices, caches and masks that an attention backend supports for a block of the draft.
 
     Attributes:
         devices: supported devices.

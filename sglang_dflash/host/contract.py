@@ -1,7 +1,7 @@
-"""Host contract: checks that the running SGLang has all names of modules, classes, ... that this package uses.
+"""Host contract: checks that the running SGLang has the modules, classes, functions and members that this package uses.
 
-`require` compares SGLang with the table in `sglang-0.5.23.txt` and stops at the first difference. `source.py` compares
-the same table with SGLang's source, without importing SGLang.
+`check` compares the running SGLang with names of the table in `sglang-0.5.23.txt`, and stops at the first difference.
+`source.py` compares the same names with SGLang's source, without importing SGLang.
 """
 
 import importlib
@@ -24,7 +24,7 @@ def require_seams() -> None:
     """Check SGLang's version, and the names that `plugin.register` hooks or calls.
 
     Raises:
-        HostMismatch: the version differs, or a name is missing.
+        HostMismatch: the version differs, or see `check`.
     """
     version = importlib.import_module("sglang").__version__
     if version != SGLANG:
@@ -43,7 +43,7 @@ def require() -> None:
 
 
 def require_hooks(*targets: str) -> None:
-    """Check that SGLang has applied the hooks on `targets`.
+    """Check that SGLang has applied a hook to each of `targets`, names in the form "module.Class.method".
 
     The check is needed, because SGLang only logs an error if it cannot load a plugin or apply a hook.
 
@@ -75,10 +75,10 @@ def set_hooks(hooks: "Hooks") -> None:
 
 
 def require_live() -> None:
-    """Check that this plugin's hooks are applied, unless SGLang's own worker is selected.
+    """Check that the hooks of `plugin.register` are applied, unless SGLang's own worker is selected.
 
-    The CPU platform of this package calls this too, because SGLang loads the platform even if `SGLANG_PLUGINS` omits
-    the plugin.
+    This package's CPU platform also calls this function. SGLang loads the platform even if `SGLANG_PLUGINS` omits the
+    plugin.
 
     Raises:
         HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
@@ -88,7 +88,7 @@ def require_live() -> None:
 
 
 def check(names: Iterable[Name]) -> None:
-    """Compare names with the running SGLang.
+    """Check that the running SGLang has all `names`.
 
     Raises:
         HostMismatch: a module, name or member is missing. The message names the first missing one.

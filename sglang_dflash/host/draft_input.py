@@ -5,7 +5,8 @@ device (`FutureMap`, the relay), and the host gets them one step late. So before
 block that the step will verify, and for the block still in flight.
 
 Invariant: when `prepare_for_decode` returns, a request's row of req_to_token has slots for positions 0 to
-committed + 2 N - 1. `committed` is the committed length on the host.
+committed + 2 W - 1. `committed` is the committed length on the host. W is the widest verify: N, or more if n-gram
+copies continue blocks.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from sglang.srt.utils import async_h2d
 
 @dataclass
 class DraftInput(SpecInput):
-    """State between two steps. SGLang requires the names `bonus_tokens`, `new_seq_lens` and `future_indices`."""
+    """State between two steps. SGLang reads the fields `bonus_tokens`, `new_seq_lens` and `future_indices` by name."""
 
     bonus_tokens: torch.Tensor  # anchor_B, int64
     new_seq_lens: torch.Tensor  # prefix_len_B, int64
     future_indices: torch.Tensor | None = None  # index of each request in the relay; set by the overlap schedule
     allocated_B_cpu: torch.Tensor | None = None  # int32, number of positions with a slot; set by prepare_for_decode
 
-    # Fields that SGLang's relay reads, and that only other algorithms use.
+    # Fields that SGLang's relay reads, but that only other algorithms use.
     topk_p = topk_index = hidden_states = draft_probs = None
 
     def __post_init__(self) -> None:
@@ -73,14 +74,14 @@ class DraftInput(SpecInput):
                 batch=batch,
             )
         committed = [req.kv.kv_committed_len for req in batch.reqs]
-        # With the overlap schedule SGLang later replaces this by the lengths from the relay.
+        # With the overlap schedule SGLang later replaces `seq_lens_cpu` by the lengths from the relay.
         batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
         batch.seq_lens_sum = sum(committed)
         for req in batch.reqs:
             req.decode_batch_idx += 1
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
-        """Keep the requests with these indices in the batch, int64."""
+        """Keep only the requests at these indices of the batch, int64."""
         self.allocated_B_cpu = None  # prepare_for_decode sets it before the next use
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
@@ -100,7 +101,10 @@ class DraftInput(SpecInput):
 
 
 def after_transfer(state: Any, *_: object) -> DraftInput:
-    """Return the state after a prefill on another server. AFTER `SpeculativeAlgorithm.build_disagg_draft_input`."""
+    """Return the state after a prefill on another server.
+
+    Hook after `SpeculativeAlgorithm.build_disagg_draft_input`.
+    """
     return DraftInput(
         bonus_tokens=state.bonus_tokens, new_seq_lens=state.new_seq_lens, future_indices=state.future_indices
     )
@@ -109,9 +113,9 @@ def after_transfer(state: Any, *_: object) -> DraftInput:
 def row_headroom(headroom: int) -> int:
     """Return the number of entries that a row of req_to_token needs past the context length.
 
-    When a request is one token short of the context length, 2 N more tokens are reserved, rounded up to whole pages. At
-    page size 1 SGLang's headroom is only N + 4, so the reservation would overflow into the next request's row (sglang
-    issue 33579).
+    When a request is one token short of the context length, 2 W more tokens are reserved, rounded up to whole pages
+    (W: see the module docstring). At page size 1 SGLang's own number is only W + 4. So the reservation would overflow
+    into the next request's row (sglang issue 33579).
 
     Args:
         headroom: number of entries that SGLang has computed.

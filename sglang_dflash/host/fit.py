@@ -1,4 +1,4 @@
-"""Choices and checks that depend on draft and server arguments: block size, window, heads, load format, log notes."""
+"""Choices and checks that depend on draft and launch: block size, window, heads, load format, notes for the log."""
 
 from sglang_dflash.draft.pair import unused
 from sglang_dflash.draft.record import Checkpoint
@@ -10,10 +10,10 @@ DUMMY = "dummy"  # SGLang's name for random weights
 
 
 def block_size(arguments: Arguments, draft: Checkpoint) -> int:
-    """Return the block size N: the launch's, or else the trained one. It may be shorter than the trained one.
+    """Return the block size N: the launch's if it sets one, else the trained size.
 
     Raises:
-        ValueError: the launch sets a longer block, or one of fewer than 2 tokens.
+        ValueError: the launch sets a block longer than the trained size, or shorter than 2 tokens.
     """
     asked = draft.block_size if arguments.block_size is None else arguments.block_size
     if not 2 <= asked <= draft.block_size:
@@ -32,8 +32,8 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
         NotSupported: the launch sets a window, and K/V are sent to another server (disaggregation).
     """
     if arguments.disaggregation != "null":
-        # SGLang sends the K/V in the target's slots, so the draft must use these slots and keep all context tokens. Its
-        # sliding layers still attend only to their window.
+        # SGLang sends the K/V in the target's slots, so the draft must use these slots and keep all context tokens. The
+        # draft's sliding layers still attend only to their window.
         if arguments.draft_window is not None:
             raise NotSupported(
                 f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
@@ -81,7 +81,7 @@ def load_format(arguments: Arguments) -> str | None:
 
 
 def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:
-    """Return sentences for the log, one for each difference between this launch and the draft's files."""
+    """Return one sentence for the log per difference between the launch and the draft's files."""
     found = []
     if draft.max_position_embeddings < target.context_length:
         found.append(

@@ -1,13 +1,13 @@
 """Parsing of streamed answers, independent of the number of tokens in an increment (the text that a step adds).
 
 An increment of a speculative step has several tokens. Most of SGLang's tool-call parsers report at most one event per
-increment, so they lose arguments or whole calls if an increment contains several events. One reasoning parser loses an
-answer. So increments are split into pieces of about a token, the pieces are parsed one by one, and the results are
-joined.
+increment. If an increment contains several events, these parsers lose arguments or whole calls. One reasoning parser
+loses an answer. So increments are split into pieces of about a token, the pieces are parsed one by one, and the results
+are joined.
 
-A special token is not split, because some parsers do not recognise its parts. Runs of punctuation are not split, and
-white space is kept with the following piece, because tokenizers merge these too. Llama's parser would take a piece that
-starts with a brace for a call.
+A special token is not split, because some parsers do not recognise its parts. Runs of punctuation are not split either,
+and white space is kept with the following piece, because tokenizers do the same. Besides, Llama's parser would read any
+piece that starts with a brace as a call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Parsed = tuple[str, list[ToolCallItem]]
 
 
 def hook_parsers() -> None:
-    """Set hooks that split each increment of an answer, and parse tool calls and reasoning piece by piece."""
+    """Set the hooks that parse the tool calls and the reasoning of each increment piece by piece."""
     contract.check(SECTIONS["increments"])
     contract.set_hooks(
         {
@@ -42,7 +42,7 @@ def hook_parsers() -> None:
 
 
 def parse_calls(stock: Callable[..., Parsed], parser: FunctionCallParser, text: str) -> Parsed:
-    """Return an increment's plain text and parts of tool calls. AROUND `FunctionCallParser.parse_stream_chunk`."""
+    """Return an increment's plain text and parts of tool calls. Hook around `FunctionCallParser.parse_stream_chunk`."""
     pieces = PIECE.findall(text)
     if len(pieces) < 2:
         return stock(parser, text)
@@ -53,7 +53,7 @@ def parse_calls(stock: Callable[..., Parsed], parser: FunctionCallParser, text: 
 def parse_thoughts(
     stock: Callable[..., tuple[str | None, str | None]], parser: ReasoningParser, text: str
 ) -> tuple[str | None, str | None]:
-    """Return an increment's reasoning, and the text after it. AROUND `ReasoningParser.parse_stream_chunk`."""
+    """Return an increment's reasoning, and its other text. Hook around `ReasoningParser.parse_stream_chunk`."""
     pieces = PIECE.findall(text)
     if len(pieces) < 2:
         return stock(parser, text)
@@ -62,7 +62,7 @@ def parse_thoughts(
 
 
 def joined(calls: Iterable[ToolCallItem]) -> list[ToolCallItem]:
-    """Return the parts of calls, with consecutive parts of the same call joined, so that a client gets fewer events."""
+    """Join consecutive parts of the same tool call, so that a client gets fewer events."""
     found: list[ToolCallItem] = []
     for call in calls:
         if found and not call.name and call.tool_index == found[-1].tool_index:

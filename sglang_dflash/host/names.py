@@ -1,7 +1,7 @@
-"""Names of the host contract: every name in SGLang that this package hooks, overrides or calls, read from a text file.
+"""Names of the host contract: every name in SGLang that this package hooks, overrides or calls.
 
-The file `sglang-0.5.23.txt` explains its format. `contract.py` compares the names with the running SGLang, `source.py`
-with SGLang's source.
+They are read from the file `sglang-0.5.23.txt`, which explains its format. `contract.py` compares the names with the
+running SGLang, `source.py` with SGLang's source.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Name(NamedTuple):
 
 
 def read(text: str) -> dict[str, tuple[Name, ...]]:
-    """Return the names in the text of the file, by section."""
+    """Parse the text of the file, and return the names by section."""
     sections: dict[str, list[Name]] = {}
     module = section = ""
     for line in unwrapped(text):
@@ -44,7 +44,7 @@ def read(text: str) -> dict[str, tuple[Name, ...]]:
 
 
 def unwrapped(text: str) -> Iterator[str]:
-    """Yield lines without comments and empty lines. A line indented by 8 is joined with the line before it."""
+    """Yield the lines that are neither comments nor empty. A line indented by 8 blanks continues the line before it."""
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith(" " * 8):

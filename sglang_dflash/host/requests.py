@@ -1,10 +1,10 @@
 """Hooks on SGLang's scheduler for requests: admission, the end of an answer, sessions, and retraction.
 
 SGLang tests all tokens of a step together for the end of the answer: stop strings in the order of the request's list,
-then stop tokens. If a step contains two stops, SGLang may find the later one, and the answer would be longer than
-without speculation. So when a request with stop strings has ended, SGLang's test is repeated token by token. The
-repetition may find no end and let the request continue, because a test after every token searches fewer tokens for a
-stop string.
+then stop tokens. If a step contains two stops, SGLang may find the later one. Then the answer would be longer than
+without speculation. So when a request with stop strings or patterns has ended, SGLang's test is repeated after each
+token. A test after every token searches fewer tokens for a stop string, so the repetition may find no end. In this case
+the request continues.
 
 SGLang ends an aborted request without this test, so the answer contains its whole last block, even past a stop token or
 `max_new_tokens`. Here the test also runs for aborted requests, and cuts the answer. The finish reason remains the
@@ -14,11 +14,11 @@ SGLang computes a request's memory from all its tokens, so tokens after the end 
 session continues the request, they are deleted, so that the history equals the client's.
 
 A streaming session keeps the memory of a turn (a request of the session) for the next turn. K/V past the turn's end can
-be freed, but a recurrent state that has read tokens past the turn's end cannot be reset. So for recurrent targets,
-streaming sessions use the prefix cache, like other sessions.
+be freed, but a recurrent state that has read tokens past the turn's end cannot be reset. So if the target has recurrent
+layers, streaming sessions use the prefix cache, like other sessions.
 
-A decode server (disaggregation) copies a retracted request to the host, with its state, and with as many tokens as the
-scheduler has. So the outcome of the step in flight must be processed before a retraction.
+A decode server (disaggregation) copies a retracted request to the host: its state, and the tokens that the scheduler
+has. So the outcome of the step in flight must be processed before a retraction.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Stock = Callable[..., None]
 def admit(stock: Callable[..., str | None], *args: Any) -> None:
     """Accept requests that SGLang's own worker rejects (hidden states, min_p, sampling on CPU): return None.
 
-    AROUND `validate_dflash_request` and `validate_spec_sampling_mask_request`.
+    Hook around `validate_dflash_request` and `validate_spec_sampling_mask_request`.
     """
 
 
 def update_finish_state(stock: Stock, req: Req, new_accepted_len: int = 1) -> None:
-    """Test for the end after `new_accepted_len` new output tokens. AROUND `Req.update_finish_state`."""
+    """Test if the answer ends within its last `new_accepted_len` tokens. Hook around `Req.update_finish_state`."""
     if req.finished() or new_accepted_len < 2:
         stock(req, new_accepted_len)
         return
@@ -61,18 +61,18 @@ def update_finish_state(stock: Stock, req: Req, new_accepted_len: int = 1) -> No
 def uncount_thoughts(req: Req, n_kept: int) -> None:
     """Limit the count of reasoning tokens to the first `n_kept` output tokens.
 
-    This is needed, because SGLang counts reasoning tokens before it cuts tokens after the end of the answer.
+    SGLang has also counted the tokens after the end of the answer, because it cuts them off later.
     """
     if req._is_reasoning_over:
         n_thoughts = min(req.reasoning_tokens, n_kept)
     else:
         n_thoughts = max(req.reasoning_tokens - (len(req.output_ids) - n_kept), 0)
-    # If fewer tokens are kept than the reasoning start tag has, there is no reasoning.
+    # If the kept tokens are fewer than those of the tag that starts the reasoning, there is no reasoning.
     req.reasoning_tokens = n_thoughts if n_kept >= req._think_start_match_len else 0
 
 
 def find_first_end(stock: Stock, req: Req, n: int) -> None:
-    """Repeat SGLang's test for the end of the answer after each of the last `n` tokens."""
+    """Repeat SGLang's test for the end of the answer after each of the last `n` tokens, until it finds an end."""
     step, grammar = req.output_ids[-n:], req.grammar
     del req.output_ids[-n:]
     req.finished_reason = req.finished_len = None
@@ -89,7 +89,7 @@ def find_first_end(stock: Stock, req: Req, n: int) -> None:
 
 
 def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs: Any) -> Req:
-    """Delete tokens after the end of earlier answers, then create the next request. AROUND `Session.create_req`."""
+    """Delete tokens after the ends of earlier answers, then create a request. Hook around `Session.create_req`."""
     for node in session.req_nodes.values():
         if node.req.finished_len is not None:
             del node.req.output_ids[node.req.finished_len :]
@@ -97,11 +97,14 @@ def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs
 
 
 def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
-    """Do nothing, so that the session does not keep the memory of a turn. AROUND `StreamingSession.take`."""
+    """Do nothing, so that the session does not keep the memory of a turn. Hook around `StreamingSession.take`."""
 
 
 def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:
-    """Process the step in flight first if requests will be retracted. AROUND `Scheduler.update_running_batch`."""
+    """If requests will be retracted, process the outcome of the step in flight before.
+
+    Hook around `Scheduler.update_running_batch`.
+    """
     if scheduler.last_batch and scheduler.result_queue and not batch.check_decode_mem():
         scheduler.process_batch_result(*scheduler.result_queue.popleft())
         scheduler.last_batch = None
@@ -111,7 +114,8 @@ def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: Sched
 def end_turn(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
     """End a turn of a session, and return False, so that the session keeps no memory of the turn.
 
-    AROUND `StreamingSession.try_cache_finished_req`. SGLang also calls this for retracted requests, whose turn goes on.
+    Hook around `StreamingSession.try_cache_finished_req`. SGLang also calls this method for retracted requests, whose
+    turn goes on.
     """
     session = req.session
     if session is None or not session.streaming or not req.finished():

@@ -29,7 +29,7 @@ def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accept
         speculative_num_draft_tokens=plan.width,
         new_seq_lens=accepted.next_prefix_len_B,
         next_draft_input=DraftInput(bonus_tokens=accepted.anchor_B, new_seq_lens=accepted.next_prefix_len_B),
-        # SGLang copies these tensors to the host on another stream, while later steps run.
+        # SGLang copies these tensors to the host on another stream while later steps run, so they must not be freed.
         extra_keep_alive_refs=[accepted],
     )
 

@@ -1,7 +1,7 @@
 """Check of the host contract by parsing SGLang's installed source, without importing it: two seconds, no GPU.
 
-Names are resolved as in Python (assignments, re-exports, star imports, base classes). Members of a class are its
-fields, methods, instance attributes, and the parameters of `__init__`.
+Names are resolved through assignments, re-exports and star imports, as in Python. Members of a class are its fields,
+methods, nested classes, instance attributes and the parameters of `__init__`, and those of its base classes.
 """
 
 import ast
@@ -22,7 +22,7 @@ class Source(NamedTuple):
 
 
 def problem(name: Name) -> str:
-    """Return how SGLang's source differs from one name of the contract; "" if it does not differ."""
+    """Return a sentence if SGLang's source lacks one name of the contract, or a member of this name; else ""."""
     if file(name.module) is None:
         return f"there is no module {name.module}"
     first, *rest = name.qualname.split(".")
@@ -61,7 +61,7 @@ def file(module: str) -> Path | None:
 def tree(module: str) -> ast.Module:
     """Return a module's syntax tree; empty if there is no such module."""
     found = file(module)
-    return ast.parse(found.read_text() if found else "")  # no file: a star import names a module of another package
+    return ast.parse(found.read_text() if found else "")  # no file: a star import from another package
 
 
 def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -79,7 +79,7 @@ def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def find(module: str, name: str) -> Source | None:
-    """Return the definition of `name` in `module`, or in the module from which `module` imports it; None: none."""
+    """Return the definition of `name` in `module`, or in the module from which `module` imports it; else None."""
     stars = []
     for node in statements(tree(module).body):
         match node:
@@ -111,14 +111,14 @@ def absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 def instance(module: str, value: ast.expr) -> Source | None:
-    """Return the class of the `value` in an assignment `name = Class()`; None for other values."""
+    """Return the class if `value`, the right side of an assignment, is a call `Class()`; else None."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
         return find(module, value.func.id)
     return None
 
 
 def method(source: Source | None, name: str) -> Source | None:
-    """Return a method that a class itself defines; None if it defines no such method, or `source` is no class."""
+    """Return the method `name` if `source` is a class that itself defines it; else None."""
     if source is None or not isinstance(source.node, ast.ClassDef):
         return None
     own = (node for node in source.node.body if isinstance(node, ast.FunctionDef) and node.name == name)
@@ -140,7 +140,7 @@ def parameters(function: ast.FunctionDef) -> set[str]:
 
 
 def class_members(class_: ast.ClassDef, module: str) -> set[str]:
-    """Return fields, methods and instance attributes, inherited ones included, and the parameters of `__init__`."""
+    """Return the members of a class (see the module docstring)."""
     found: set[str] = set()
     for base in class_.bases:
         if isinstance(base, ast.Name) and (source := find(module, base.id)):
@@ -166,7 +166,7 @@ def class_members(class_: ast.ClassDef, module: str) -> set[str]:
 
 
 def lazy(module: str) -> set[str]:
-    """Return the names that a module's `__getattr__` may define: all string literals in this function."""
+    """Return the names that a module's `__getattr__` may define: all string literals in that function."""
     function = next((n for n in tree(module).body if isinstance(n, ast.FunctionDef) and n.name == "__getattr__"), None)
     constants = [node.value for node in ast.walk(function) if isinstance(node, ast.Constant)] if function else []
     return {value for value in constants if isinstance(value, str)}

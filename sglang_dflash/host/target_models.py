@@ -24,7 +24,7 @@ def complete(architecture: str) -> None:
 
 
 def set_dflash_layers_to_capture(self: Any, layer_ids: list[int]) -> None:
-    """Capture the outputs of these layers, numbered from 0, by the model's method for EAGLE3."""
+    """Select the layers, numbered from 0, whose outputs are captured. This uses the model's method for EAGLE3."""
     self.set_eagle3_layers_to_capture(layer_ids)
 
 

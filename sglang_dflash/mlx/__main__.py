@@ -1,4 +1,4 @@
-"""Command line that answers one prompt with a draft: streams the text, then prints a summary of the steps.
+"""Command line that answers one prompt with a target and its draft: streams the text, then prints a summary.
 
 sglang-dflash mlx --model DIR --draft DIR --prompt "Why is the sky blue?" --temperature 0.7
 """
@@ -48,7 +48,7 @@ def answer(options: Namespace) -> None:
 
     Raises:
         ModuleNotFoundError: MLX is not installed.
-        ValueError, FileNotFoundError: the pair cannot be loaded, or an option does not fit it.
+        ValueError, FileNotFoundError: the pair cannot be loaded, or an option does not fit the pair.
     """
     # If MLX is missing, this import raises ModuleNotFoundError with the pip command.
     from sglang_dflash.mlx import Options, load, stream_generate
@@ -83,10 +83,12 @@ def answer(options: Namespace) -> None:
 
 
 def summary(steps: Sequence["DecodedStep"], began: float, ends: Sequence[float]) -> str:
-    """Return one line about the steps with drafts: all but the prompt's step, and the last step, which has no tokens.
+    """Return one line about the steps with drafts.
+
+    These are all but the first step, which reads the prompt, and the last step, which has no tokens.
 
     Args:
-        steps: those of `stream_generate`.
+        steps: steps that `stream_generate` has yielded.
         began: time before the prompt, in seconds.
         ends: time after each step, in seconds.
     """

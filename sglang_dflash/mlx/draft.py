@@ -15,7 +15,7 @@ from sglang_dflash.draft.record import Checkpoint
 
 
 class Attention(nn.Module):
-    """Attention over `context`, which holds K and V of committed tokens' features, and over the block itself."""
+    """Attention to `context` (K and V from the features of committed tokens) and to the block itself."""
 
     def __init__(self, config: Checkpoint, window: int | None) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         return self.o_proj(out.swapaxes(1, 2).reshape(1, N, -1))
 
     def mask(self, N: int, T: int) -> mx.array | None:
-        """Return the attention mask of the slots, bool [N, T + N]; None if there is no window: all keys are visible."""
+        """Return the attention mask of the slots, bool [N, T + N]; None in a full layer: all keys are visible."""
         if self.window is None:
             return None
         distance = mx.arange(N)[:, None] - mx.arange(-T, N)

@@ -1,4 +1,4 @@
-"""Speculative generation on MLX, one step at a time, with the acceptance of `sglang_dflash.model.generate`.
+"""Speculative generation on MLX, one step at a time, with the acceptance rule of `sglang_dflash.model.generate`.
 
 The target chooses a token at every slot, and drafts are kept while they equal the target's token. So the sampling
 distribution is the target's, with any sampler.
@@ -42,7 +42,8 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
     """Yield the steps of one generation; their `committed` tokens concatenated are the continuation.
 
     Raises:
-        NotSupported, ValueError: target, prompt and options do not match.
+        ValueError: draft, prompt and options do not match.
+        NotSupported: the target cannot undo rejected tokens.
     """
     width = checked_width(pair, prompt, options)
     target = MLXTarget(pair.target, pair.draft.config.target_layer_ids)
@@ -60,7 +61,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
         target_N = choose(logits_NV, options.sampler).astype(anchor_1.dtype)
         n_accepted = int(mx.cumprod(drafts_D == target_N[:-1]).sum().item())
         n_committed = n_accepted + 1
-        # The step emits accepted drafts and bonus, and keeps equally many rows: anchor and accepted drafts.
+        # The step emits the accepted drafts and the bonus. It keeps equally many rows: anchor and accepted drafts.
         target.keep(n_committed)
         pair.draft.append_context_kv(features_NC[:n_committed], context)
         anchor_1 = target_N[n_accepted:n_committed]
@@ -71,7 +72,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
 def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[tuple[str, DecodedStep]]:
     """Yield (text, step) for every step of `spec_steps`, and a last empty step with the rest of the text.
 
-    The detokenizer holds back text that may be part of an incomplete character.
+    The rest is text that the detokenizer has held back, because it may be part of an incomplete character.
     """
     writer = pair.tokenizer.detokenizer
     for step in spec_steps(pair, prompt, options):
@@ -84,9 +85,9 @@ def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iter
 
 
 def read_prompt(pair: Pair, target: MLXTarget, prompt_S: mx.array, context: list) -> mx.array:
-    """Read the prompt in chunks, for target and draft, and return the logits after the last token, [1, V].
+    """Read the prompt in chunks, fill the draft's context, and return the logits after the last token, [1, V].
 
-    The last token is a chunk by itself. Logits of other chunks are not used, so MLX does not compute them.
+    The last token is a chunk by itself. The logits of other chunks are not used, so MLX does not compute them.
     """
     n_before = len(prompt_S) - 1
     for start in range(0, n_before, PREFILL_CHUNK):

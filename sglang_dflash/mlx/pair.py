@@ -17,7 +17,7 @@ from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.mlx.draft import MLXDraft
 
-# Supported model types. The draft does not scale the target's embedding, so neither may mlx-lm's model.
+# Supported model types. The draft does not scale the target's embeddings, so mlx-lm's model must not scale them either.
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 # Text-only model type -> type in FAMILIES that is loaded by the same class of mlx-lm.
 TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
@@ -38,8 +38,8 @@ def load(model: str, draft: str) -> Pair:
 
     Raises:
         NotSupported: the target's family, or the kind of draft, is not supported here.
-        ValueError: draft and target do not match.
-        FileNotFoundError: a given folder does not exist.
+        ValueError: the draft is invalid, or does not match the target.
+        FileNotFoundError: a given folder does not exist, or the draft's folder has no config.json.
     """
     config = target_config(model)
     kind = TEXT_ONLY.get(config.get("model_type", ""), config.get("model_type"))
@@ -64,7 +64,7 @@ def target_config(model: str) -> dict[str, Any]:
 
 
 def load_draft(source: str) -> MLXDraft:
-    """Load the draft; raises the errors of `sglang_dflash.model.DraftModel.from_pretrained`."""
+    """Load the draft. Raises the errors of `sglang_dflash.model.DraftModel.from_pretrained`."""
     folder = files.local_folder(source)
     draft = MLXDraft(checkpoint.read(str(folder)))
     draft.load_weights(list(files.read_tensors(folder, lambda file: mx.load(str(file))).items()))

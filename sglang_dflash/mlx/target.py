@@ -1,9 +1,9 @@
 """Model of mlx-lm as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
 
-Calls of layers are recorded while the model reads. Outputs of some layers are the features. K and V of rejected tokens
-are dropped, but a recurrent state contains all tokens. So the state before the block is restored, and the layer is
-called again with the kept rows of its recorded input. MLX is lazy: of this second call it computes the projections and
-the state, but not the unused output.
+Calls of layers are recorded while the model reads. The outputs of some layers are the features. K and V of rejected
+tokens are dropped, but no token can be removed from a recurrent state. So the state before the block is restored, and
+the layer is called again with the kept rows of its recorded input. MLX is lazy: of this second call it computes the
+projections and the state, but not the unused output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, Call]]:
-    """Record the last call of each layer, by index. Patches the layers' classes, where Python looks up `__call__`."""
+    """Record the last call of each layer, by index.
+
+    Inside the context the layers' classes are patched, because Python looks up `__call__` in the class.
+    """
     calls: dict[int, Call] = {}
     places = {id(layer): i for i, layer in layers.items()}
     plain: dict[Any, Any] = {kind: kind.__call__ for kind in map(type, layers.values())}
@@ -66,8 +69,8 @@ class MLXTarget:
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         self.model, self.layer_ids = model, layer_ids
-        # A rotating cache overwrites rows that left the window, so rejected tokens could not be undone. With a plain
-        # cache the attention mask limits the window.
+        # A rotating cache overwrites rows that left the window, so rejected tokens could not be undone. If it is
+        # replaced by a plain cache, the attention mask limits the window.
         made = make_prompt_cache(model)
         self.caches = [KVCache() if isinstance(cache, RotatingKVCache) else cache for cache in made]
         unknown = {type(cache).__name__ for cache in self.caches} - {KVCache.__name__, ArraysCache.__name__}

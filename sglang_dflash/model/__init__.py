@@ -5,10 +5,9 @@
     draft = DraftModel.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", dtype=target.dtype, device=target.device)
     output_ids = draft.spec_generate(input_ids, target, max_new_tokens=2048, stop_token_ids=[tokenizer.eos_token_id])
 
-This package imports torch, transformers and safetensors, never sglang. The trainer trains this draft, and the draft's
-forward is the independent reference for the steps served by SGLang. `sglang_dflash.draft.checkpoint` reads checkpoints
-for both.
-No code of a checkpoint is executed.
+This package does not import sglang. The trainer trains this draft. The draft's forward is also the independent
+reference for the steps that SGLang serves. `sglang_dflash.draft.checkpoint` reads checkpoints for both. No code of a
+checkpoint is executed.
 """
 
 from sglang_dflash.draft.record import Checkpoint as DraftConfig

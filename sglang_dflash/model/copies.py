@@ -1,4 +1,4 @@
-"""n-gram copies from one token history: the reference for each request in a server's `stages/copier.py`."""
+"""n-gram copies from the token history of one sequence: the reference for `stages/copier.py`, which serves batches."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from sglang_dflash.draft.generation import DecodedStep
 
 
 class Copies:
-    """Token history of one sequence, with counts of what its copies gained (`counts_1K2`, see `copy_draft`)."""
+    """Token history of one sequence, with the counts by which its copies are trusted (see `kernels/copy_draft.py`)."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.text = list(prompt)
@@ -18,7 +18,7 @@ class Copies:
         self.totals_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
 
     def copy(self, tokens_N: torch.Tensor) -> torch.Tensor:
-        """Return the tokens to verify for a block, int64 [N]: the draft's guesses up to a slot, then a copy."""
+        """Return the tokens to verify for a block, int64 [N]: the block up to some slot, then a copy."""
         self.block_1N, N = tokens_N.cpu()[None], len(tokens_N)
         self.texts = Texts(
             torch.tensor([len(self.text)]),
@@ -30,7 +30,7 @@ class Copies:
         return self.copied.tokens_BN[0].to(tokens_N.device)
 
     def weigh(self, step: DecodedStep) -> None:
-        """Count the outcome of the last copy. `step` must not be cut at an end token or a length limit (`ended`)."""
+        """Count the outcome of the last copy, and extend the history. `step` must not be cut by `ended`."""
         committed_1N = torch.zeros_like(self.block_1N)
         committed_1N[0, : len(step.committed)] = torch.tensor(step.committed)
         n_committed_1 = torch.tensor([len(step.committed)], dtype=torch.int32)

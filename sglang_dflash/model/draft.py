@@ -1,8 +1,8 @@
 """The DFlash or DFlash 2 draft: a few transformer layers that guess a whole block of tokens in one pass.
 
 A block is the anchor (the last committed token) followed by mask tokens. Every slot attends to the context KV, which is
-projected in each layer from the features of all committed tokens before the anchor. It also attends to the other slots
-of its block. The draft uses the target's embedding and head.
+projected in each layer from the features of all committed tokens before the anchor. A slot also attends to its block,
+in causal sliding layers only up to the slot itself. The draft uses the target's embedding and head.
 
 Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, H hidden, C features, L layers, G
 key/value heads, E head width. Generation uses one block per sequence, training many blocks over one context.

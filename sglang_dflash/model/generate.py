@@ -1,9 +1,9 @@
 """Speculative generation, one step at a time: draft a block, verify it with the target, keep the agreed prefix.
 
-The target chooses a token at every slot (its argmax, or a sample at temperature > 0), and drafts are kept while they
-equal the target's token. So the committed tokens are exactly the target's own, at any temperature.
+The target chooses a token at every slot: its argmax, or a sample at temperature > 0. Drafts are kept while they equal
+the target's token. So the committed tokens are exactly the target's own, at any temperature.
 
-There are no batches here and no serving engine: only the draft's forward and `target.TargetReader`.
+This module has no batches and no serving engine: it uses only the draft's forward and `target.TargetReader`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Options:
     """Options of a generation.
 
     block_size: slots drafted per step; None: the checkpoint's.
-    width: slots verified per step, a prefix of the block, or more than the block with `copies`; None: the block.
+    width: slots verified per step, a prefix of the block; with `copies` also more than the block. None: the block.
     draft_window: context tokens that the draft attends to, as `--speculative-draft-window-size`; None: all.
-    page_size: the window begins at a page boundary, as in SGLang's paged backends, so it is up to page - 1 longer.
-    n_unseen: number of first tokens that the draft never attends to, such as a cached prefix with a ring buffer.
+    page_size: tokens per KV page. The window begins at a page boundary, so it is up to `page_size` - 1 tokens longer.
+    n_unseen: tokens at the start that the draft never attends to, as with a cached prefix and a ring buffer.
     copies: continue the block's guesses by n-gram copies, see `kernels/copy_draft.py`.
     generator: random generator for temperature > 0, on the target's device; None: torch's default.
     """
@@ -90,7 +90,7 @@ def spec_steps(
         target_N = choose(reading.logits_1SV[0], options)
         n_accepted = int((tokens_N[1:] == target_N[:-1]).long().cumprod(0).sum())
         n_committed = n_accepted + 1  # the bonus is the target's own token after the accepted drafts
-        # The step emits accepted drafts and bonus, and keeps equally many rows: anchor and accepted drafts.
+        # The step emits the accepted drafts and the bonus. It keeps equally many rows: anchor and accepted drafts.
         reader.keep(n_committed, undo)
         kept_1SC = reading.features_1SC[:, :n_committed].to(draft.dtype)
         context = context.append(draft.context_kv(kept_1SC, first_position=context.n_tokens))

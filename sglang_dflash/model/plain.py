@@ -1,4 +1,4 @@
-"""Target and draft in plain torch, and the target alone, as the baseline for speculation."""
+"""Target and draft in plain torch, and generation with the target alone: the baseline for speculation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class Models:
 
 
 def load(target: str, draft: str) -> Models:
-    """Load target, draft and tokenizer: in the checkpoint's dtype on a GPU, in fp32 on CPU.
+    """Load target, draft and tokenizer. Both models have the target checkpoint's dtype on a GPU, and fp32 on CPU.
 
     Raises:
         OSError: a checkpoint cannot be read.
-        ValueError: target and draft do not match.
+        ValueError: the draft is invalid, or does not match the target.
     """
     on_gpu = torch.cuda.is_available()
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype="auto" if on_gpu else torch.float32)

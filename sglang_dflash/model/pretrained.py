@@ -54,7 +54,7 @@ class DraftModel(Draft):
 
         Raises:
             ValueError: config or tensors are not a DFlash draft's.
-            FileNotFoundError: `source` is neither a checkpoint's folder nor a repository.
+            FileNotFoundError: `source` is neither a checkpoint's folder nor a repository's name.
         """
         folder = files.local_folder(source)
         draft = cls(checkpoint.read(str(folder)))

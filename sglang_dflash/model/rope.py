@@ -1,4 +1,7 @@
-"""Rotary position embedding of the draft. All E dimensions are rotated, paired across the halves of a head, in fp32."""
+"""Rotary position embedding of the draft. All E dimensions are rotated, paired across a head's halves.
+
+Angles, cosines and sines are computed in fp32. The rotation itself runs in the draft's dtype.
+"""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,7 +21,7 @@ class Rotation(NamedTuple):
 
 
 def rope_frequencies(config: Checkpoint) -> tuple[torch.Tensor, float]:
-    """Return the angle per position of each of E/2 pairs, fp32, and a factor for cosine and sine (not 1 for yarn)."""
+    """Return the angle per position of each of E/2 pairs, fp32, and a factor for cosine and sine (1 unless yarn)."""
     rope = tuple(sorted(config.rope_parameters.items()))
     return _rope_frequencies(config.head_dim, config.max_position_embeddings, rope)
 

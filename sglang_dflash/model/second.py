@@ -1,8 +1,8 @@
-"""DFlash 2's additions to a draft: a convolution around every sublayer, and a selector among candidate tokens.
+"""DFlash 2's additions to a draft: convolutions around every sublayer, and a selector among candidate tokens.
 
 All slots of a block are filled at once, so their argmax tokens may belong to different continuations. Both additions
-make slots depend on each other. The convolution mixes each slot with earlier slots of its block. The selector keeps the
-best tokens of every slot, and scores each of them given the token chosen before it.
+make slots depend on each other. A convolution mixes each slot with earlier slots of its block. The selector keeps the
+best tokens of every slot, and scores each of them given the token chosen for the previous slot.
 
 Published by z-lab and Inco AI (August 2026). SGLang 0.5.23 has the same computation in `models/dflash.py`, and reads
 these parameter names.
@@ -21,10 +21,10 @@ from sglang_dflash.draft.record import Checkpoint
 
 
 class BlockConv(nn.Module):
-    """Depthwise convolution over the slots of a block, before and after a sublayer.
+    """Two depthwise convolutions over the slots of a block: before and after a sublayer.
 
-    Each kernel is the sum of a fixed kernel per channel and a term per group of channels, computed from the slot's
-    hidden state before the sublayer.
+    Each kernel is the sum of two terms. One is fixed for each channel. The other is shared by a group of channels, and
+    computed from the slot's hidden state before the first convolution.
     """
 
     def __init__(self, config: Checkpoint) -> None:
@@ -65,7 +65,7 @@ def convolve(hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
 
 
 class CandidateSelector(nn.Module):
-    """Scorer of the tokens that may follow a token: the head's logit plus a pairwise score."""
+    """Selector of one draft per slot. The score of a candidate is its logit plus a score with the previous token."""
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class CandidateSelector(nn.Module):
         return tokens, self.unary(best)
 
     def unary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a token's own score, fp32: its logit after multiplier and soft cap."""
+        """Return the tokens' own scores, fp32: their logits after multiplier and soft cap."""
         scaled = logits.float() * self.multiplier
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 

@@ -1,8 +1,8 @@
 """Transformers causal LM as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
 
 Attention layers undo tokens by dropping their keys and values. No token can be removed from a recurrent state (Gated
-DeltaNet), and `Cache.crop` leaves it unchanged. So recurrent states are copied before a block is read. After a
-rejection the copies are restored, and the kept tokens are read again.
+DeltaNet). So recurrent states are copied before a block is read. After a rejection the copies are restored, and the
+kept tokens are read again.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from sglang_dflash.draft.record import Checkpoint
 
 
 class Reading(NamedTuple):
-    """Features of S tokens, and logits after each token or after the last one."""
+    """Features of S tokens, and logits after each token or only after the last one."""
 
-    logits_1SV: torch.Tensor  # here S = 1 if only the last token's logits were computed
+    logits_1SV: torch.Tensor  # [1, 1, V] if only the logits after the last token were computed
     features_1SC: torch.Tensor
 
 
@@ -73,13 +73,13 @@ class TargetReader:
                 layer.activate_past_recording()  # needed to restore entries that slid out of the window
 
     def read(self, ids_1S: torch.Tensor) -> Reading:
-        """Read S more tokens that will not be undone; return the logits after the last one only."""
+        """Read S more tokens that will not be undone. Only the logits after the last token are computed."""
         reading = self._forward(ids_1S, n_logits=1)
         self._cut(0)
         return reading
 
     def read_block(self, ids_1N: torch.Tensor) -> tuple[Reading, Undo]:
-        """Read a block, and return the logits after each token. The caller must then call `keep` with the `Undo`."""
+        """Read a block, with logits after each token. Then the caller must call `keep` with the returned `Undo`."""
         undo = Undo(ids_1N, [state.clone() for state in self._states()])
         return self._forward(ids_1N, n_logits=ids_1N.shape[1]), undo
 
@@ -94,7 +94,7 @@ class TargetReader:
         self.read(undo.ids_1N[:, :n])
 
     def _states(self) -> list[torch.Tensor]:
-        """Return the tensors of the recurrent layers in a fixed order, per layer: convolution windows, then states."""
+        """Return the tensors of the recurrent layers, in a fixed order."""
         kinds = (kind for layer in self.recurrent for kind in (layer.conv_states, layer.recurrent_states))
         return [state for kind in kinds for state in kind.values() if state is not None]
 

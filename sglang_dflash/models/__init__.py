@@ -1,1 +1,1 @@
-"""Models from public packages, written as Hugging Face checkpoints, and prompts for demos, tests and measurements."""
+"""Model from a public package, written as a Hugging Face checkpoint, and prompts made from installed packages."""

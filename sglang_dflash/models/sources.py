@@ -59,7 +59,10 @@ class Piece(NamedTuple):
 
 
 def sources(folder: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Yield text and syntax tree of the Python files in `folder`; skips files that do not parse, such as templates."""
+    """Yield the text and the syntax tree of each Python file in `folder`.
+
+    Tests, installed packages (`NOT_SOURCE`) and files that do not parse, such as templates, are skipped.
+    """
     for path in sorted(folder.rglob("*.py")):
         if NOT_SOURCE & set(path.relative_to(folder).parts):
             continue
@@ -93,7 +96,10 @@ def pieces(text: str, tree: ast.Module) -> Iterator[Piece]:
 
 
 def tasks(folders: Sequence[Path], n: int, seed: int) -> Iterator[Messages]:
-    """Yield at most `n` tasks from `folders`: half about code, a third of them completions, and half about text."""
+    """Yield at most `n` user messages with tasks on pieces from `folders`.
+
+    A half is about code, and a third of these are completions. The other half is about text.
+    """
     found = pieces_of(folders)
     n_completions = n // 6
     yield from of_kind(found, n // 2 - n_completions, seed, ON_CODE, Kind.CODE)
@@ -102,12 +108,12 @@ def tasks(folders: Sequence[Path], n: int, seed: int) -> Iterator[Messages]:
 
 
 def pieces_of(folders: Sequence[Path]) -> set[Piece]:
-    """Return the distinct pieces of all files in `folders`. Parses every file."""
+    """Parse all files in `folders`, and return their distinct pieces."""
     return {piece for folder in folders for source in sources(folder) for piece in pieces(*source)}
 
 
 def of_kind(found: set[Piece], n: int, seed: int, asked: Sequence[str], kind: Kind) -> Iterator[Messages]:
-    """Yield at most `n` tasks: a random one of `asked`, about a piece of the given kind."""
+    """Yield at most `n` user messages: a random one of `asked`, then a piece of the given kind."""
     random = Random(f"{seed}/{kind}")
     texts = sorted(piece.text for piece in found if piece.kind == kind)
     for text in random.sample(texts, min(len(texts), n)):

@@ -1,1 +1,1 @@
-"""Tiny trained pairs of this package: files, command line, corpus and workloads."""
+"""Tiny trained pairs of this package: their files, launch flags, corpus and workloads."""

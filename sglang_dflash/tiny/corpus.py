@@ -1,7 +1,7 @@
 """Endless, seeded chat corpus for the tiny pairs: twelve kinds of question, each answered in a fixed form.
 
 Every text is generated from the word lists below, so no text is stored and no licence applies. A question determines
-its answer, except in `story`: there several continuations are right, for tests of sampling.
+its answer. Only in `story` several continuations are right, for tests of sampling.
 
 This module uses no tokenizer and no model.
 """
@@ -244,12 +244,12 @@ TASKS: dict[str, Task] = {
 
 
 def is_held_out(prompt: str) -> bool:
-    """Return whether a prompt is excluded from training: one in sixteen, by a hash of its text."""
+    """Return whether a prompt is excluded from training: about one in sixteen is, by a hash of its text."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 16 == 0
 
 
 def draw(random: Random, *, held_out: bool = False, task: str | None = None) -> Exchange:
-    """Return an exchange of the training part, or of the held-out part; `task`: a key of `TASKS`, random by default."""
+    """Draw an exchange from the training part or the held-out part; `task`: a key of `TASKS`, random by default."""
     while True:
         name = task or random.choice(list(TASKS))
         prompt, answer = TASKS[name](random)

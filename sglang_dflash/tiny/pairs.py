@@ -32,7 +32,7 @@ DENSE_2 = DENSE._replace(draft=ASSETS / "tiny_dense" / "draft2")
 class Arm(StrEnum):
     """Kind of decoding that a server runs."""
 
-    OFF = "off"  # one token a step
+    OFF = "off"  # no speculation: one token per step
     STOCK = "stock"  # SGLang's built-in DFLASH worker
     PLUGIN = "plugin"  # this plugin's worker
 
@@ -40,8 +40,9 @@ class Arm(StrEnum):
 ARMS = (Arm.OFF, Arm.STOCK, Arm.PLUGIN)  # the default comparison
 
 
-# Answers are compared exactly, which needs fp32: in bf16 a tiny model has near ties. Pools have explicit sizes, because
-# by default SGLang allocates gigabytes of host memory. An idle server must not use CPU while another one is measured.
+# Answers are compared exactly, which needs fp32: in bf16 a tiny model has near ties. The sizes of pools are given,
+# because by default SGLang allocates gigabytes of host memory. A server sleeps when it is idle, so that it uses no CPU
+# while another server is measured.
 FLAGS = (
     *("--device", "cpu"),
     *("--attention-backend", "torch_native"),
@@ -63,7 +64,7 @@ ENV = {
 
 
 def launch_flags(pair: Pair) -> list[str]:
-    """Return the flags of a target with its draft."""
+    """Return the launch flags that name the pair's target and draft, and select DFLASH."""
     speculation = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft))
     return ["--model-path", str(pair.target), *speculation]
 

@@ -1,7 +1,7 @@
-"""Workloads with different acceptance rates of the tiny pair's drafts, for measuring widths and copies.
+"""Workloads in which the tiny pair's drafts are accepted at different rates, for measuring widths and n-gram copies.
 
 `hard`: drafts are accepted less often than for held-out questions. `hopeless`: drafts are hardly ever accepted.
-`repeating`: the context already contains the answer.
+`repeating`: each question is asked four times, so in three of four prompts the context already contains the answer.
 """
 
 from random import Random
@@ -24,7 +24,7 @@ ABOUT = (
 HOPELESS = "random tokens, no chat template; answers of 48 tokens, past their end"
 HOPELESS_TOKENS = 32  # length of a prompt in tokens
 HOPELESS_ANSWER = 48  # length of an answer in tokens
-WORDS = range(300, 1000)  # token ids, none of a special token
+WORDS = range(300, 1000)  # token ids, without special tokens
 REPEATING = "conversations that ask a question of the tiny corpus four times over"
 N_TIMES = 4
 
@@ -46,14 +46,14 @@ def hard_questions(n: int) -> list[str]:
 
 
 def repeating_conversations(n: int) -> list[list[Message]]:
-    """Return conversations with about `n` prompts in total. They have only user turns, without the model's answers."""
+    """Return conversations with about `n` prompts in total. The model's answers between the user turns are missing."""
     random = Random(SEED)
     questions = [draw(random, held_out=True)[1] for _ in range(max(n // N_TIMES, 1))]
     return [asked(*[question] * N_TIMES) for question in questions]
 
 
 def answered_conversations(n: int) -> list[list[Message]]:
-    """Return conversations: a question, the corpus's answer, and the same question again."""
+    """Return `n` conversations: a question, the corpus's answer, and the same question again."""
     random, roles = Random(SEED), ("user", "assistant", "user")
     drawn = [draw(random, held_out=True) for _ in range(n)]
     return [

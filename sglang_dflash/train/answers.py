@@ -21,7 +21,7 @@ Write = Callable[[Line | None], None]  # called once per prompt, with None for a
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Prompts of odd number are answered at `temperature`, prompts of even number greedily."""
+    """Sampling parameters. Every second prompt is answered at `temperature`, the others (0, 2, ...) greedily."""
 
     temperature: float = 0.7
     max_tokens: int = 256
@@ -59,7 +59,7 @@ def read_prompts(path: Path) -> list[Line]:
     """Return the conversations of a .jsonl file.
 
     Raises:
-        ValueError: a line is no conversation, or its last turn is not the user's or a tool's. The error names the line.
+        ValueError: a line is no conversation, or its last turn is not of the user or of a tool.
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -78,7 +78,7 @@ def read_prompts(path: Path) -> list[Line]:
 
 
 def answered(out: Path) -> Iterator[str]:
-    """Yield the names of the conversations in the file `out`. Removes an incomplete last line from the file."""
+    """Remove an incomplete last line from the file `out`, and yield the names of the conversations in the file."""
     if not out.exists():
         return
     text = out.read_text()

@@ -1,7 +1,7 @@
 """Conversations as SGLang renders them with a chat template, split into the assistant's turns and all other text.
 
 SGLang drops null fields, replaces null content by an empty text, and decodes the arguments of tool calls. It passes
-tools with every field of SGLang's own schema, and the fields of `chat_template_kwargs` as variables of the template.
+tools to the template with every field of its own schema, and the fields of `chat_template_kwargs` as variables.
 """
 
 import json
@@ -25,8 +25,10 @@ MESSAGE_KEYS = (*USER_KEYS, "name", "reasoning_content", "tool_calls", "tool_cal
 def require_keys(found: Iterable[str], allowed: Sequence[str], where: str) -> None:
     """Check that all keys are known, because unknown keys would be ignored.
 
+    Args:
+        where: the object's name in the message.
     Raises:
-        ValueError: a key is not in `allowed`; `where` names the object in the message.
+        ValueError: a key is not in `allowed`.
     """
     for key in found:
         if key not in allowed:
@@ -55,8 +57,10 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
         row: a line of the file: messages, optionally tools and chat_template_kwargs.
 
     Raises:
-        ValueError: the target has no chat template, the line is invalid, or the template changes earlier turns later.
-        TypeError, KeyError: the template fails on the line.
+        ValueError: the target has no chat template, the line is invalid, or the template renders earlier turns
+            differently if later ones follow.
+        TemplateError, TypeError, KeyError: the template fails on the line.
+        HostMismatch: the line has tools, and SGLang lacks a name, see `contract.check`.
     """
     if tokenizer.chat_template is None:
         raise ValueError('this target has no chat template; give {"prompt", "response"} instead of {"messages"}')

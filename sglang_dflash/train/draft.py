@@ -29,15 +29,15 @@ from sglang_dflash.train.sizes import Second
 from sglang_dflash.train.start import initialised, start_from
 from sglang_dflash.train.tokens import Rows
 
-# Number of random tokens that each step scores if it does not score the whole vocabulary. About 50 steps cover a
-# vocabulary of 50,000, so a token that the draft wrongly prefers is soon scored.
+# Number of random tokens that each step scores if it does not score the whole vocabulary. In 50 steps about as many
+# tokens are drawn as a vocabulary of 50,000 has, so a token that the draft wrongly prefers is soon scored.
 N_OTHERS = 1024
 
 RowsAt = Callable[[int], Rows]  # returns a step's batch, which must depend only on the step
 
 
 class Data(NamedTuple):
-    """Training rows, and held-out rows and prompts for evaluation."""
+    """Training rows, with held-out rows and prompts for evaluation."""
 
     rows_at: RowsAt
     held_out: Sequence[Rows]
@@ -96,9 +96,9 @@ class DraftRun:
         self.shared_loss = DistributedDataParallel(self.block_loss) if ranks.n > 1 else self.block_loss
 
     def blocks(self, rows: Rows, anchor_RA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
-        """Return the target's choices int64 [R, L] and features [R, L, C] of the rows, and the blocks to predict.
+        """Return the target's argmax after each token, int64 [R, L], features [R, L, C], and the blocks to predict.
 
-        Everything is on the target's device.
+        All results are on the target's device.
         """
         rows = rows.to(self.target.device)
         choices_RL, features_RLC = self.read(rows)
@@ -147,7 +147,7 @@ class DraftRun:
 
     @torch.no_grad()
     def report(self, data: Data) -> Report:
-        """Return loss and acceptance on held-out text; each process evaluates its share of the text."""
+        """Return loss and acceptance on held-out text. Each process evaluates its share of the text."""
         self.draft.eval()
         device, mine = self.target.device, slice(self.ranks.rank, None, self.ranks.n)
         sums, agreeing = torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
@@ -162,7 +162,7 @@ class DraftRun:
         return on_text | (self.acceptance(data.prompts) if data.prompts else {})
 
     def acceptance(self, prompts: Sequence[torch.Tensor]) -> Report:
-        """Return the acceptance while the target answers prompts; each process generates for its share of them."""
+        """Measure the draft's acceptance in the target's answers to prompts. Each process answers its share of them."""
         options = Options(max_new_tokens=self.settings.eval_tokens, stop_token_ids=stop_token_ids(self.target))
         counted = n_surviving(self.draft, self.target, prompts[self.ranks.rank :: self.ranks.n], options)
         accepted = acceptance(self.ranks.total(counted))
@@ -181,15 +181,15 @@ def draft_config_for(
     """Return the configuration of a draft whose layers have the target's sizes, all with full attention.
 
     Args:
-        target_layer_ids: feature layers; None: one per draft layer, spread over the target without its last layer.
+        target_layer_ids: feature layers; None: up to one per draft layer, spread over all but the target's last layer.
         second: sizes of a DFlash 2 draft; None: DFlash.
 
     Raises:
-        ValueError: the target has no such layers, or no such mask token.
+        ValueError: the target has no such layers or no such mask token, or the sizes contradict each other.
     """
     text = target.config.get_text_config()
     fields = text.to_dict()
-    # Targets with several thetas have none under this name, so the default applies.
+    # Targets with several thetas have no `rope_theta` here, so the default applies.
     theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)
     n_target = text.num_hidden_layers
     last = n_target - 2
@@ -242,9 +242,10 @@ def train_draft(
     """Train a draft, resuming from `out`, and save it there in the target's dtype. Returns the draft in fp32.
 
     Args:
-        read: source of choices and features; None: the target reads the rows in every step.
+        read: function that returns the target's argmax tokens and features; None: the target reads the rows in every
+            step.
     Raises:
-        ValueError: `out` holds another run, or the target cannot decode the prompts speculatively.
+        ValueError: `out` contains the checkpoint of another run, or the target cannot undo rejected tokens.
     """
     if data.prompts:
         require_undo(target, config)

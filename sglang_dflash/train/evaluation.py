@@ -1,8 +1,8 @@
-"""Evaluation of a draft on text it was not trained on.
+"""Evaluation of a draft on text on which it was not trained.
 
-On held-out text the loss is measured, and the share of response tokens that are the target's own choice. If this share
-is low, a draft learns little from the text. In generation the target answers held-out prompts speculatively, step by
-step as in `spec_generate`, and accepted drafts are counted.
+Two numbers are measured on held-out text: the loss, and the share of response tokens that the target itself would
+choose. If this share is low, a draft learns little from the text. Acceptance is measured in generation: the target
+answers held-out prompts speculatively, as in `spec_generate`, and accepted drafts are counted.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,10 @@ def acceptance(n_surviving_N: torch.Tensor) -> Acceptance:
 
 
 def n_agreeing(rows: Rows, choices_RL: torch.Tensor) -> torch.Tensor:
-    """Count the response tokens that are the target's own choice, and all response tokens: int64 [2]."""
+    """Count the response tokens that equal the target's argmax, and all response tokens: int64 [2].
+
+    The first token of a row is not counted.
+    """
     asked_RL = rows.is_response_RL[:, 1:]
     agrees_RL = (choices_RL[:, :-1] == rows.ids_RL[:, 1:]) & asked_RL
     return torch.stack([agrees_RL.sum(), asked_RL.sum()])

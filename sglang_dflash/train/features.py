@@ -1,6 +1,6 @@
-"""The target's argmax after each token of the training text, and its features: computed, or cached on disk.
+"""Argmax tokens (choices) and features of the target for each token of the training text: computed, or cached on disk.
 
-A cache holds both for every document, so the target reads each document only once. The cache also stores its settings
+A cache stores both for every document, so the target reads each document only once. The cache also stores its settings
 (target, text, layers, dtype), and is rejected if they differ from the run's. If filling the cache is interrupted, the
 next run continues with the missing documents.
 """
@@ -33,7 +33,7 @@ FACTS, FEATURES, CHOICES, DONE = "cache.json", "features.bin", "choices.bin", "d
 
 @torch.no_grad()
 def read_rows(target: PreTrainedModel, rows: Rows, layer_ids: Sequence[int]) -> Reading:
-    """Run the target over rows, which must be on the target's device."""
+    """Return the target's choices and features for rows, which must be on the target's device."""
     out = target(input_ids=rows.ids_RL, use_cache=False, output_hidden_states=True)
     return out.logits.argmax(-1), target_features(out.hidden_states, layer_ids)
 
@@ -64,7 +64,7 @@ class FeatureCache:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file."""
+        """Return the sizes of the files in bytes, by name."""
         n_tokens = self.first_of[-1]
         return {
             FEATURES: n_tokens * self.feature_size * self.target.dtype.itemsize,
@@ -74,7 +74,7 @@ class FeatureCache:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the settings that the contents depend on."""
+        """Return the settings on which the files' contents depend."""
         return {
             "target": weights_digest(self.target),
             "text": text_digest(self.documents),
@@ -83,7 +83,7 @@ class FeatureCache:
         }
 
     def prepare(self, say: Callable[[str], None]) -> None:
-        """Create the files, or check that existing ones belong to this target, text and layers.
+        """Create the files, or check that existing files belong to this target, text and layers.
 
         Args:
             say: prints a line for the user.
@@ -117,7 +117,7 @@ class FeatureCache:
         (self.folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
 
     def fill(self, ranks: Ranks) -> None:
-        """Let the target read the missing documents; each process reads its share of them."""
+        """Run the target over the missing documents. Each process reads its share of them."""
         features_TC, choices_T, done = self._mapped
         missing = [i for i in range(ranks.rank, len(self.documents), ranks.n) if not done[i]]
         for i in track(missing, "target reads", disable=not (ranks.is_first and missing)):
@@ -130,7 +130,7 @@ class FeatureCache:
         ranks.wait()
 
     def read(self, rows: Rows) -> Reading:
-        """Return the same as `read_rows` for rows that are whole documents, with zeros in the padding."""
+        """Return the same as `read_rows`, but zeros for padding. Each row must be a whole document."""
         features_TC, choices_T, _ = self._mapped
         features_RLC = torch.zeros(*rows.ids_RL.shape, self.feature_size, dtype=self.target.dtype)
         choices_RL = torch.zeros(rows.ids_RL.shape, dtype=torch.int64)

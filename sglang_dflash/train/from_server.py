@@ -52,7 +52,7 @@ class ServerSource:
 
 
 async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, number: int) -> Line | None:
-    """Return the line with the target's answer; None if the answer is empty. Even numbers are answered greedily."""
+    """Return the line with the target's answer; None if the answer is empty. `number`: the line's number, from 0."""
     reply = await client.chat.completions.create(
         model=model,
         messages=line["messages"],

@@ -3,8 +3,8 @@
 All random numbers of step s must come from a generator seeded with (seed, s). The loop therefore stores no generator
 state, and a resumed run equals an uninterrupted one in weights and log.
 
-Weights and moments are fp32, even if the forward runs in bf16. With several processes the caller's loss averages the
-gradients (DistributedDataParallel), and only the first process writes and prints.
+Weights and moments are fp32, even if the forward runs in bf16. If there are several processes, the module in the
+caller's loss averages the gradients (DistributedDataParallel). Only the first process writes and prints.
 
 The loop is independent of the model: it takes a module, and a function that returns a step's loss.
 """
@@ -53,12 +53,15 @@ class TrainRecipe:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the settings that the weights depend on."""
+        """Return the settings on which the weights depend."""
         return {name: value for name, value in asdict(self).items() if name not in ("save_every", "report_every")}
 
 
 def learning_rate(recipe: TrainRecipe, step: int) -> float:
-    """Return the rate at `step`, counted from 0: in each cycle linear warm-up times a cosine from 1 to `final_rate`."""
+    """Return the learning rate at `step`, counted from 0.
+
+    In each cycle it is the peak, times a linear warm-up, times a cosine from 1 to `final_rate`.
+    """
     for n_steps, peak in recipe.cycles:
         if step < n_steps:
             warmup = min(1.0, (step + 1) / max(1, recipe.warmup_steps))
@@ -165,12 +168,12 @@ def train(
     """Train `module` in place by `recipe`, resuming from a checkpoint in `folder`.
 
     Args:
-        loss_at: returns a step's scalar loss, a pure function of step and weights whose gradient reaches the module.
+        loss_at: returns a step's scalar loss, with gradients. It must depend only on the step and the weights.
         name: text shown in the progress bar and in reports.
         report: called every `recipe.report_every` steps and at the end; its numbers are printed and logged.
-        facts: further settings that the run depends on, of plain types. A checkpoint with other settings is rejected.
+        facts: further settings on which the run depends, of plain types. A checkpoint with other settings is rejected.
         ranks: processes of the run. The batch's loss is the mean of their losses.
-        stop_after: step at which to write a checkpoint and stop, as an interruption would; the schedule is unchanged.
+        stop_after: step after which a checkpoint is written and the run stops early; the schedule is unchanged.
 
     Raises:
         ValueError: the checkpoint belongs to a run with other facts.

@@ -1,9 +1,9 @@
 """Training objective of DFlash (arXiv 2602.06036): at random anchors, predict the block that follows.
 
 A block is the anchor and mask tokens. Its labels are the target's argmax after each token of the text, from one forward
-pass over the text. Labels are valid up to the first label that differs from the text: later labels depend on the text's
-token, which the target would not have chosen. Slots are weighted by exp(-(slot - 1) / gamma), because a wrong slot also
-rejects all later slots.
+pass over the text. Labels are valid up to and including the first label that differs from the text: later labels depend
+on the text's token, which the target would not have chosen. Slots are weighted by exp(-(slot - 1) / gamma), because a
+wrong slot also rejects all later slots.
 
 A DFlash 2 draft has a second loss: the selector's choice among a slot's candidates, given the previous slot's label.
 A label that is not a candidate replaces the worst candidate, so that every slot contributes.
@@ -30,16 +30,17 @@ class Blocks(NamedTuple):
     anchor_RA: torch.Tensor  # int64, position of the anchor, equal to the number of context tokens
     tokens_RAN: torch.Tensor  # int64, anchor, mask, mask, ...
     labels_RAD: torch.Tensor  # int64, the target's argmax for slots 1..D
-    is_valid_RAD: torch.Tensor  # bool, whether the label exists and all labels before it equal the text
+    # bool: the text from the anchor to this slot is a response, and all labels before this slot equal the text.
+    is_valid_RAD: torch.Tensor
 
 
 def default_gamma(block_size: int) -> float:
-    """Return the paper's gamma for blocks of 8, 10 and 16 tokens, and 0.45 times the size for other blocks."""
+    """Return the paper's gamma for blocks of 8, 10 and 16 tokens; for other sizes 0.45 times the size, at least 1."""
     return {8: 4.0, 10: 5.0, 16: 7.0}.get(block_size, max(1.0, 0.45 * block_size))
 
 
 def random_anchors(is_response_RL: torch.Tensor, n_anchors: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw `n_anchors` different positions per row, each a response token followed by another: int64 [R, A].
+    """Draw up to `n_anchors` different positions per row, each a response token before another one: int64 [R, A].
 
     If a row has fewer such tokens, other positions are added. `make_blocks` marks their labels as invalid.
     """
@@ -121,7 +122,7 @@ class Head(NamedTuple):
 
 
 def head_of(target: PreTrainedModel, tokens: torch.Tensor | None = None) -> Head:
-    """Return the target's head. If `tokens` are given (int64, possibly repeated), it has only their rows."""
+    """Return the target's head; with `tokens` (int64, possibly repeated) only the rows of these tokens."""
     head = target.get_output_embeddings()
     if tokens is None:
         return Head(head.weight, head.bias, None)
@@ -132,7 +133,7 @@ def head_of(target: PreTrainedModel, tokens: torch.Tensor | None = None) -> Head
 def candidate_scores(
     selector: CandidateSelector, head: Head, logits: torch.Tensor, slots: Slots
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the selector's scores of each slot's candidates, fp32 [valid, K], and the label's index, int64 [valid]."""
+    """Return the scores of each slot's candidates, fp32 [valid, K], and the label's index among them, int64 [valid]."""
     labels = head.rows(slots.labels)
     candidates, _ = selector.candidates(logits.detach())
     is_label = candidates == labels[:, None]
@@ -173,10 +174,10 @@ def block_loss(
     *,
     tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of the valid slots and the sum of their weights, fp32 scalars; their quotient is the loss.
+    """Return the weighted sum of the valid slots' losses, and the sum of the weights: fp32 scalars.
 
-    If there are several processes, both sums are added over processes before the division. Logits exist for
-    `ROWS_AT_ONCE` slots at a time. Gradients are computed in the forward pass, so the backward pass needs no logits.
+    Their quotient, after adding each over all processes, is the loss. Logits exist for `ROWS_AT_ONCE` slots at a time.
+    Gradients are computed in the forward pass, so the backward pass needs no logits.
 
     Args:
         tokens: int64, tokens to score besides the labels; None: the whole vocabulary.

@@ -1,7 +1,7 @@
 """Prompts for a target to answer: user turns that the target itself writes, and tasks about code and text.
 
-A chat model that continues the header of a user turn writes a typical question. `OPENINGS` are first words of
-questions, which add variety. Tasks take functions and documentation from installed Python packages.
+If a chat model continues the header of a user turn, it writes a typical question. `OPENINGS` are first words of
+questions, which add variety. Tasks contain functions and documentation from installed Python packages.
 """
 
 import json
@@ -30,7 +30,7 @@ def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def user_turns(source: Source, tokenizer: PreTrainedTokenizerBase, n: int, seed: int) -> Iterator[Messages]:
-    """Let the target write `n` user turns at temperature 0.9; return the distinct ones of 8 to 400 characters."""
+    """Generate `n` user turns with the target, and return the distinct ones of 8 to 400 characters."""
     before, after = user_header(tokenizer)
     starts = [(before, OPENINGS[i % len(OPENINGS)]) for i in range(n)]
     found = {text.strip() for text in source.user_turns(starts, after.strip().splitlines()[0], seed)}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank of this process among the run's `n` processes."""
+    """Rank of this process, 0..n-1, and the number `n` of the run's processes."""
 
     rank: int
     n: int
@@ -64,7 +64,7 @@ def joined(device: str) -> Iterator[tuple[Ranks, torch.device]]:
             )
         torch.cuda.set_device(local_rank)
         device = f"cuda:{local_rank}"
-    # A timeout of a day, because some processes finish filling a cache long before others.
+    # The timeout is a day, because some processes fill their part of a cache long before others.
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=timedelta(days=1))
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size()), torch.device(device)

@@ -1,4 +1,4 @@
-"""The commands of the trainer, by name; each takes its parsed options."""
+"""Commands of the trainer, by name. Each is a function of its parsed options."""
 
 import argparse
 import json

@@ -8,7 +8,7 @@ from sglang_dflash.model import DraftModel
 
 
 def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
-    """Initialise matrices from a normal distribution. DFlash 2's additions start without effect.
+    """Initialise matrices from a normal distribution, and DFlash 2's additions so that they have no effect yet.
 
     Convolutions start as the identity. A selector's pairwise scores start at zero: its successor codebook is zero, and
     its predecessor codebook is random, so that gradients are not zero.
@@ -25,10 +25,11 @@ def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
 
 @torch.no_grad()
 def start_from(draft: DraftModel, target: PreTrainedModel) -> None:
-    """Copy the target's last layers into a draft: each norm and matrix of equal name and shape, and the final norm.
+    """Copy the target's last layers into a draft: each norm and matrix of equal name and shape.
 
-    `fc` is set to select the last feature layer, which is the nearest to the input of the copied layers. A norm's
-    weight is computed as its output for an input of ones, because some models add 1 to the stored weight.
+    The final norm is also copied, and `hidden_norm` from the first copied layer's input norm. `fc` selects the last
+    feature layer, which is nearest to the input of the copied layers. A norm's weight is computed as its output for an
+    input of ones, because some models add 1 to the stored weight.
     """
     decoder = target.get_decoder()
     layers = decoder.layers[-len(draft.layers) :]

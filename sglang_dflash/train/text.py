@@ -31,7 +31,7 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: i
     Pieces without two consecutive response tokens are left out, because they have nothing to predict.
 
     Raises:
-        ValueError: the file has another suffix, a line cannot be used, or fewer than two documents remain.
+        ValueError: the file has another suffix, a line cannot be used, or fewer than two pieces remain.
     """
     if path.suffix == ".txt":
         documents = [tokens_of([(path.read_text(), True)], tokenizer)]
@@ -64,7 +64,7 @@ class Batches:
         self.order_of = lru_cache(maxsize=2)(self._order_of)  # a batch may have documents of two successive epochs
 
     def at(self, step: int) -> Rows:
-        """Return the batch of a step. Each epoch has each document once, in a new order."""
+        """Return the batch of a step. Each epoch has each training document once, in a new order."""
         first, n = step * self.n_rows, len(self.trained_documents)
         return self._rows([self.order_of(i // n)[i % n] for i in range(first, first + self.n_rows)])
 
@@ -78,7 +78,7 @@ class Batches:
         return [torch.tensor([self.documents[i].prompt]) for i in self.held_out_documents[:n]]
 
     def most_frequent(self, n: int) -> torch.Tensor:
-        """Return the `n` most frequent tokens of training responses, or all tokens if there are fewer, int64."""
+        """Return the `n` most frequent tokens of training responses, int64; all of them if fewer than `n` occur."""
         documents = (self.documents[i] for i in self.trained_documents)
         counts = Counter(token for document in documents for token in compress(*document))
         return torch.tensor([token for token, _ in counts.most_common(n)])

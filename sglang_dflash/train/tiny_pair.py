@@ -1,7 +1,7 @@
-"""Training of the tiny pairs from random weights: tokenizer, a Qwen3.5-style hybrid or Qwen3 dense target, its draft.
+"""Training of the tiny pairs from random weights: a tokenizer, a target and its draft.
 
-A pair trains on one CPU core in about an hour and takes a few megabytes in the package. Tests and the demo use the
-pairs, because their drafts are accepted as those of real models are.
+The target is a hybrid like Qwen3.5 or dense like Qwen3. A pair trains on one CPU core in about an hour and takes a few
+megabytes in the package. Tests and the demo use the pairs, because targets accept their drafts, as in real pairs.
 """
 
 import json
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|\s+(?!\S)|\s+"
 
 CONTEXT_LENGTH = 4096
-PROMPT_WEIGHT = 0.1  # weight of a prompt token's loss; a response token's is 1
+PROMPT_WEIGHT = 0.1  # weight of a prompt token's loss; a response token's loss has weight 1
 SHORT, LONG = (4, 256), (1, 1024)  # number of rows and tokens per row of a batch
 LONG_EVERY = 4  # every 4th batch is one long row
 
@@ -83,7 +83,7 @@ def chat_tokens(exchange: corpus.Exchange, tokenizer: PreTrainedTokenizerFast) -
 
 
 def chat_rows(tokenizer: PreTrainedTokenizerFast, seed: str, shape: tuple[int, int], *, held_out: bool = False) -> Rows:
-    """Return packed exchanges of `shape` (rows, tokens). Equal arguments give equal rows."""
+    """Return packed exchanges; `shape`: number of rows, and tokens per row. Equal arguments give equal rows."""
     random = Random(seed)
     n_rows, length = shape
     endless = (chat_tokens(corpus.draw(random, held_out=held_out), tokenizer) for _ in iter(int, 1))
@@ -98,7 +98,7 @@ def rows_at(tokenizer: PreTrainedTokenizerFast, seed: int, step: int) -> Rows:
 
 
 def make_target(kind: Kind) -> PreTrainedModel:
-    """Return an initialised target of about 1.4 million parameters, fp32."""
+    """Return an initialised fp32 target of 1.4 million (hybrid) or 1.2 million (dense) parameters."""
     common: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": CONTEXT_LENGTH,
@@ -120,7 +120,7 @@ def make_target(kind: Kind) -> PreTrainedModel:
 
 
 def give_memory(gated_delta_net: nn.Module) -> None:
-    """Initialise gates so that states decay over 10 to 1,000 tokens, not within one token as in Transformers."""
+    """Initialise the gates so that states decay over 10 to 1,000 tokens. In Transformers they decay within a token."""
     parameters = dict(gated_delta_net.named_parameters())
     time_step = torch.exp(torch.empty_like(parameters["dt_bias"]).uniform_(math.log(1e-3), math.log(1e-1)))
     inverse_softplus = time_step + torch.log(-torch.expm1(-time_step))
@@ -129,7 +129,7 @@ def give_memory(gated_delta_net: nn.Module) -> None:
 
 
 def token_losses(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of every token but the first, and whether it is the target's argmax: [R, L-1] each."""
+    """Return, for every token but the first, its cross entropy and whether it is the target's argmax: [R, L-1] each."""
     logits_RLV = target(input_ids=rows.ids_RL[:, :-1]).logits
     next_RL = rows.ids_RL[:, 1:]
     return F.cross_entropy(logits_RLV.mT, next_RL, reduction="none"), logits_RLV.argmax(-1) == next_RL
@@ -219,7 +219,7 @@ def make_draft(
 
     Both kinds of draft are trained on the same text, and by default for the same number of steps.
     """
-    # The draft learns from the saved weights, in fp32 so that labels are exactly the target's choices.
+    # The draft learns from the saved weights. They are loaded in fp32, so that labels are exactly the target's choices.
     target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     tokenizer = make_tokenizer()
     config = draft_config_for(
@@ -243,12 +243,12 @@ def make_draft(
 
 
 def draft_folder(*, second: bool) -> str:
-    """Return the folder name of the DFlash draft, or if `second` of the DFlash 2 draft. Both share one target."""
+    """Return the name of the draft's folder; `second`: of the DFlash 2 draft, which has the same target."""
     return "draft2" if second else "draft"
 
 
 def load_pair(folder: Path, *, second: bool = False) -> tuple[DraftModel, PreTrainedModel]:
-    """Load draft and target of `folder` in fp32."""
+    """Load the draft and the target in `folder`, in fp32; `second`: the DFlash 2 draft."""
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
     return DraftModel.from_pretrained(folder / draft_folder(second=second), dtype=torch.float32), target
 

@@ -1,4 +1,4 @@
-"""Token rows to train on, with a mark for tokens of responses."""
+"""Rows of tokens for training, with a flag for each token of a response."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -56,7 +56,7 @@ def stacked(rows: Sequence[Tokens]) -> Rows:
 
 
 def text_digest(documents: Iterable[Tokens]) -> str:
-    """Return a digest, 16 hex digits, of documents: tokens, response marks and order."""
+    """Return a digest, 16 hex digits, of documents: tokens, response flags and order."""
     digest = sha256()
     for document in documents:
         digest.update(f"{len(document.ids)}:{document.ids}".encode())
