@@ -5,7 +5,8 @@ Paper: Leviathan et al. 2023 (arXiv:2211.17192), for a draft that proposes each 
 Cost: one launch, launch-bound: it reads 2BN tokens and writes BN, a few KiB.
 
 `target_BN[b, i]` is the target's token after slot i, given slots 0..i: an argmax or a sample. A step emits the target's
-tokens up to and including the first that differs from its draft. So the output has exactly the target's distribution.
+tokens up to and including the first that differs from its draft, or all N if none differs. So the output has exactly
+the target's distribution.
 For a draft that proposes one token with certainty, this is equivalent to rejection sampling.
 """
 

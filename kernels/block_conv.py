@@ -19,7 +19,7 @@ import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 
-BLOCK_H = 512  # number of channels per program; so even one request's block has a program for most multiprocessors
+BLOCK_H = 512  # number of channels per program; few, so that one request's block occupies most multiprocessors
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -6,9 +6,9 @@ For each place d
 
     tail      = the text, then the anchor, then the first d guesses
     length    = number of tokens of the longest run that ends the tail and also ends a prefix of the text, at most
-                LONGEST; 0 if the run has less than SHORTEST tokens
-    source    = length of that prefix, so the index of the token after the run; the largest if several prefixes have a
-                run of this length; -1 if length is 0
+                LONGEST; 0 if the run has fewer than SHORTEST tokens
+    source    = length of that prefix, which is the index of the token after the run; the largest if several prefixes
+                end in such a run; -1 if length is 0
     copy[i]   = tail[source + i mod (len(tail) - source)]     (after the last token of the tail, continue at source)
 
 The block is replaced by a copy from the first place whose match is trusted. Matches are grouped by length into classes
@@ -16,21 +16,21 @@ The block is replaced by a copy from the first place whose match is trusted. Mat
 
     2 (prior + gain) > 1 + n            prior is 1 if length = LONGEST, else -1
 
-`weigh_copies` counts them for each request and class: `n` is the number of places in earlier steps at which the outcome
-of a copy is known, `gain` the number of tokens that copies at these places would have committed beyond the guesses. So
-a copy is trusted if it gains more than half a token on average over these places and one prior place with gain `prior`.
-If no run of SHORTEST tokens recurs, the block is unchanged.
+`weigh_copies` counts them for each request and class. `n` is the number of places in earlier steps at which the outcome
+of a copy is known. `gain` is the number of tokens that copies at these places would have committed beyond the guesses.
+One place with gain `prior` is added. So a copy is trusted if copies gain more than half a token on average. If no run
+of SHORTEST tokens recurs, the block is unchanged.
 
 Shapes: B requests, N slots per block, D = N - 1 drafts per block and also number of places; text table of Q rows of M
 tokens, one row per request that the server can run at once; K classes, with two counts (2) each: gain and n.
 Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup. Copies inside a block are new here.
-Cost: reads each text once, at most 4M bytes per request, and writes 4N bytes per request: 4.2 MB for 32 requests of 32k
-tokens. There are two launches: the first clears 4BN bytes, the second is the kernel. The kernel's time is independent
-of the number of matches.
+Cost: reads each text once per PLACES places, at most 4M bytes per request, and little else: 4.2 MB for 32 requests of
+32k tokens. There are two launches: the first clears 4BN bytes, the second is the kernel. The kernel's time is
+independent of the number of matches.
 
 A negative token is a placeholder, e.g. for a part of an image. It matches no token and is not copied: the guess in its
-slot stays. The resulting block is written to the text table after the prefix, so that the tokens that are committed are
-part of the text in the next step.
+slot stays. The resulting block is written to the text table after the prefix. So the tokens that are committed are part
+of the text in the next step.
 """
 
 from typing import NamedTuple
@@ -197,10 +197,9 @@ def _copy_draft_kernel(
     found[b, N - 1] counts the programs of request b that have finished.
 
     The tail of place d + 1 is the tail of place d and one more token. So the last tokens of the tails of PLACES places
-    form one window of PLACES + LONGEST tokens. For each text position `end`, the window's last token is compared with
-    the text's token at `end`, and the token j places earlier with the text's token at end - j. Bit j of `equal` is set
-    if these two are equal. For the place whose tail ends s tokens before the window's end, the match length is the
-    number of consecutive ones from bit s upwards.
+    form one window of PLACES + LONGEST tokens. For each text position `end`, the text's token at end - j is compared
+    with the window's j-th token before its last one. Bit j of `equal` is set if the two are equal. For the place whose
+    tail ends s tokens before the window's end, the match length is the number of consecutive ones from bit s upwards.
     """
     b = tl.program_id(0).to(tl.int64)
     n = tl.load(prefix_len + b).to(tl.int32)

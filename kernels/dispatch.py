@@ -14,7 +14,7 @@ Op = TypeVar("Op", bound=Callable)
 
 @dataclass(frozen=True)
 class Forms(Generic[Op]):
-    """CPU form and GPU form of an op. Both compute the same result as the op's readable definition, `<op>_ref`."""
+    """CPU form and GPU form of an op. Both have the result of the op's readable definition, `<op>_ref`."""
 
     on_cpu: Op
     on_gpu: Op
@@ -29,7 +29,7 @@ class Forms(Generic[Op]):
 
 
 def override(choose: Callable[[Forms], Any]) -> None:
-    """Make `choose` select the form of every op in this process, on any device.
+    """Let `choose` select the form of every op in this process, on any device.
 
     The GPU emulation calls this to run kernels in Triton's interpreter, and to count launches.
     """

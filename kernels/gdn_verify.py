@@ -11,8 +11,8 @@ Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464; the algebra 
 
 The CPU form and the kernel compute a block at once, by matrix products and one triangular system. The definition,
 `gdn_verify_ref`, loops over tokens. The kernel does not round factors of products to bf16 or TF32. If queries and keys
-are bf16, tensor cores multiply them by the state, split into bf16 numbers whose sum is the state. Otherwise products
-are fp32.
+are bf16, tensor cores multiply them by the state, which is split into bf16 numbers that add up to it exactly. Otherwise
+products are fp32.
 
 Requests with a negative slot are padding. Their outputs are zero for any inputs, so that no NaN reaches the target.
 Their rows of the record are not written.
@@ -31,10 +31,10 @@ from sglang_dflash_kernels.record import record_width
 
 SMALLEST = 16  # smallest side of a tile in `tl.dot`
 BLOCK_C = 32  # number of columns of the state in one product
-# Number of heads in a launch from which on one program per head fills a GPU's multiprocessors: 108 of an A100, 132 of
-# an H200, 148 of a B200.
+# With at least this number of heads in a launch, one program per head occupies about all multiprocessors of a GPU. An
+# A100 has 108 multiprocessors, an H200 132, a B200 148.
 MANY_HEADS = 128
-N_BFLOAT16S = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}  # number of bf16 values with this dtype as sum
+N_BFLOAT16S = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}  # number of bf16 values that add up to one value
 
 INF = tl.constexpr(float("inf"))
 
@@ -257,7 +257,7 @@ def geometry(n_heads: int, block_v: int) -> tuple[int, int]:
 
     A program computes a tile: some or all rows of one head's state. All tiles of a head solve the same small triangular
     system, so one tile per head needs the fewest instructions. With fewer heads than multiprocessors a program's
-    latency dominates, and a tile of a quarter of a head has half the latency of a whole head.
+    latency dominates. A tile of a quarter of a head has half the latency of a whole head.
 
     Args:
         n_heads: number of value heads of all requests of the launch.

@@ -57,7 +57,7 @@ def penalise() -> Hashable:
 
 
 def append_context(*, n_kept: bool) -> Hashable:
-    """Return the key. `n_kept`: only some rows are kept, as in a step; False: all are, as in prompts and late rows."""
+    """Return the key. `n_kept`: some rows are kept, as in a step. False: all rows are kept, as in a prompt."""
     return "accepted" if n_kept else "all"
 
 
@@ -68,7 +68,7 @@ def gdn_verify(n_requests: int, n_tokens: int, n_value_heads: int, value_width: 
 
 
 def gdn_fold(*, tracked: bool) -> Hashable:
-    """Return the key. `tracked`: the launch gets track slots."""
+    """Return the key. `tracked`: the launch has track slots (`gdn_fold.Kept`)."""
     return "tracked" if tracked else "untracked"
 
 

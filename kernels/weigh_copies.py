@@ -1,6 +1,6 @@
 """Count the gain of copies over a block's own guesses, at every place where the outcome of a copy is known.
 
-Place d of a block follows slot d (see `copy_draft`, which defines place, length, class and copy). A place is counted if
+Place d of a block is the point after slot d. `copy_draft` defines place, length, class and copy. A place is counted if
 it has a match, all guesses before it were right, and a token was committed after it. At other places the outcome of a
 copy is unknown. The committed tokens show which drafts would have been accepted. For each request:
 
@@ -9,7 +9,7 @@ copy is unknown. The committed tokens show which drafts would have been accepted
     gain    += worth[d] - own,   n += 1            in the class of length[d], for every counted place d
 
 Both own and worth are at most N - 1, and at most the number of committed tokens, bonus included. When n exceeds MEMORY,
-both counts of the class are halved, with gain rounded down, so that recent steps weigh more.
+both counts of the class are halved and rounded down, so that recent steps weigh more.
 
 `totals` has two counts over all requests for each class, for monitoring: the number of blocks with a copy, and the
 number of accepted copied drafts.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tiny hybrid pair on a machine without an accelerator: http://127.0.0.1:30000/v1. Further arguments go to the server.
+# Serve the tiny hybrid pair without an accelerator, at http://127.0.0.1:30000/v1. Further arguments go to the server.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 SGLANG_MAMBA_CONV_DTYPE=float32

@@ -75,7 +75,7 @@ def penalise_case(B: int, N: int, V: int, device: str) -> Case:
 
 
 def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: int | None = None) -> Case:
-    """Create a case of one prefill with `n_rows` rows, or with B given, of B requests that keep some of their rows."""
+    """Create a case of one prefill of `n_rows` rows. If B is given: of B requests that keep some of their rows."""
     device = caches.k_L[0].device
     L, G, E = sizes.n_layers, sizes.n_heads, sizes.head_dim
     kv_TL2GE = torch.randn(n_rows, L, 2, G, E, device=device).to(sizes.dtype)
@@ -112,7 +112,7 @@ def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: 
 
 
 def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[Case]:
-    """Create a case of `gdn_verify` in one layer, and a case of `gdn_fold` in all layers with random kept lengths."""
+    """Create a case of `gdn_verify` in one layer, and one of `gdn_fold` in all layers with random kept lengths."""
     shape = sizes.recurrent
     L, H, G, V, K = shape
     device, T = state_LSHVK.device, B * N

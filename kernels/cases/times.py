@@ -1,4 +1,4 @@
-"""Times of kernel launches on a GPU in microseconds, and the bandwidth of each relative to that of a plain copy.
+"""Times of kernel launches on a GPU in microseconds, and bandwidths relative to a plain copy.
 
 A round launches the plain copy and each case once, so that clock changes and other users of the GPU disturb all of them
 alike. Results are medians over rounds. CUDA events time a launch after an overwrite of 1 GiB. The overwrite empties the

@@ -1,6 +1,6 @@
 """Command line of the benchmark: `sglang-dflash bench --help`.
 
-Prints a table, and writes a JSON document to --output. The last line of stdout is the document's path.
+Prints tables, and writes a JSON document to `OUTPUT.json`. The last line of stdout is the document's path.
 """
 
 import argparse
@@ -35,7 +35,7 @@ WIDEST = 1000
 
 @contextmanager
 def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequence[Engine]]:
-    """Yield the engines of all arms, ready for requests.
+    """Yield the engines of all arms. Each accepts requests inside its `running`.
 
     Raises:
         ServerError: an arm cannot be reached, started or loaded.
@@ -108,10 +108,10 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
 
 
 def every_repeat(bench: Bench, console: Console) -> list[Row]:
-    """Measure all repeats. Ctrl-C or SIGINT ends the measurement after the last complete repeat.
+    """Measure all repeats. Ctrl-C (SIGINT) ends the measurement, and the repeats completed so far are returned.
 
     Raises:
-        KeyboardInterrupt: the signal came before a repeat was complete.
+        KeyboardInterrupt: the signal came before the first repeat was complete.
     """
     rows: list[Row] = []
     try:
@@ -152,8 +152,8 @@ def run(arguments: Sequence[str]) -> None:
     """Measure, and write the results.
 
     Raises:
-        ServerError: a server failed.
-        GateError: `--require-equal` is set, and answers differ.
+        ServerError: an arm cannot be reached, started or loaded, or fails later.
+        GateError: `--require-equal` is set, and answers differ by more than near ties.
     """
     options = parse(arguments)
     end_on_sigterm()

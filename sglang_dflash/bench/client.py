@@ -20,7 +20,7 @@ from sglang_dflash.host.names import Name
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import LIMITS
 
-TIMEOUT_S = 3600.0  # long answers from a full server take minutes; after an hour the server hangs
+TIMEOUT_S = 3600.0  # long answers of a full server take minutes; an hour of silence means a hang
 PATH = "/v1/chat/completions"
 PROTOCOL = "sglang.srt.entrypoints.openai.protocol"
 # Names of SGLang's HTTP interface used here; `tests/host` checks them in the installed SGLang.
@@ -68,7 +68,7 @@ class HttpEngine(Engine):
         """Determine the kind of server, and its model.
 
         Raises:
-            ServerError: no server answers, the server is not of the `expected` kind, or it lacks the model.
+            ServerError: no server answers, it refuses the key, is not of the `expected` kind, or lacks the model.
         """
         try:
             self.kind = self._whose()
@@ -91,10 +91,10 @@ class HttpEngine(Engine):
         return self.kind is ServerKind.SGLANG
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
-        """Send a request and wait for the answer. Returns a function that parses it.
+        """Send a request and wait for the answer. Returns a function that parses the answer.
 
         Raises:
-            ServerError: the server rejected the request, or does not answer.
+            ServerError: the server rejected the request, does not answer, or accepts no token ids.
         """
         if isinstance(prompt, TokenIds) and self.kind is not ServerKind.SGLANG:
             raise ServerError(f"{self.name}: {self.url} accepts no token ids in a chat; drop that set of prompts")
@@ -180,8 +180,8 @@ class HttpEngine(Engine):
 def steps_of(meta: Mapping[str, Any], n_tokens: int) -> Steps:
     """Return the steps of an answer from SGLang's `meta_info`.
 
-    Without speculation there are no counters, and each token after the first is a step. An answer of one token, which
-    the prefill generates, also has no counters, and no step.
+    Without speculation there are no counters, and each token after the first is a step. The prefill generates the first
+    token. So an answer of one token has no step, and it has no counters even with speculation.
     """
     by_accepted = meta.get("spec_correct_drafts_histogram", ())  # numbers of steps that accepted 0, 1, 2, ... drafts
     reached_D = tuple(sum(by_accepted[n:]) for n in range(1, len(by_accepted)))
@@ -202,7 +202,11 @@ def unstreamed(reply: dict[str, Any]) -> Completion:
 
 
 def streamed(sent: float, events: Sequence[tuple[float, str]]) -> Completion:
-    """Parse a stream of events, each with its time of arrival."""
+    """Parse a stream of events, each with its time of arrival.
+
+    Raises:
+        ServerError: the stream reports no number of tokens.
+    """
     times, usage = list[float](), {"completion_tokens": 0, "prompt_tokens": 0}
     thoughts = content = ""
     for at, line in events:

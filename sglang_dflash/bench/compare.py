@@ -1,16 +1,16 @@
 """Comparison of answers, and the gate: with `--require-equal` answers must be equal before any speed is shown.
 
-In fp32 all answers must be equal. In a lower precision the scores of two tokens can be so close that another batch
-shape swaps them. Such a difference is accepted only if both tokens are within `--tie-gap` nats of the first arm's
-likeliest token.
+The scores of two tokens can be so close that another batch shape swaps them, mostly below fp32. The difference is
+a near tie if both tokens are within `--tie-gap` nats of the first arm's likeliest token. The gate accepts near ties. By
+default `--tie-gap` is 0, and no difference is accepted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-Tokens = Sequence[int | str]  # token ids of an answer, or the characters of its text if the server returns no ids
-Likeliest = Callable[[Sequence[int]], Mapping[int, float]]  # log-probabilities of the next tokens after a context
+Tokens = Sequence[int | str]  # token ids of an answer, or the characters of its text if ids cannot be compared
+Likeliest = Callable[[Sequence[int]], Mapping[int, float]]  # log-probabilities of the likeliest tokens after a context
 N_NAMED = 3  # number of differences that a GateError names at most
 
 
@@ -35,7 +35,7 @@ class Unequal(NamedTuple):
 
     where: str  # arm, task and concurrency
     difference: Difference
-    context: Sequence[int]  # token ids before the difference; empty if unknown
+    context: Sequence[int]  # token ids of the prompt and of the equal part of the answer; empty if unknown
 
 
 def differences(reference: Sequence[Tokens], answers: Sequence[Tokens]) -> list[Difference]:
@@ -55,7 +55,7 @@ def lead(likeliest: Mapping[int, float], token: int | str | None) -> float:
 
 
 def is_near_tie(unequal: Unequal, likeliest: Likeliest, gap: float) -> bool:
-    """Return whether both tokens are among the `likeliest` of the first arm, within `gap` nats of the top."""
+    """Return whether both tokens of a difference are within `gap` nats of the first arm's likeliest token."""
     top = likeliest(unequal.context) if unequal.context else {}
     expected, found = unequal.difference.expected, unequal.difference.found
     return max(lead(top, expected), lead(top, found)) <= gap

@@ -1,4 +1,4 @@
-"""Interface of an engine, one arm of a benchmark, and its requests."""
+"""Interface of an engine, which answers the requests of one arm of a benchmark."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class Sampling:
 
     def body(self, model: str, prompt: Prompt) -> dict[str, Any]:
         """Return the request body for `/v1/chat/completions`."""
-        # SGLang accepts token ids in place of messages, but requires messages.
+        # SGLang reads token ids instead of the messages, but rejects a request without messages.
         ids = {"input_ids": prompt} if isinstance(prompt, TokenIds) else {}
         return {
             "model": model,
@@ -46,11 +46,14 @@ class Sampling:
 
 
 class Engine:
-    """One arm. Methods that are not overridden mean that the engine lacks the feature.
+    """Engine of one arm.
+
+    A subclass overrides `ask` and `describe`. The defaults of other methods mean that the engine lacks the feature.
 
     Attributes:
         name: name of the arm.
-        kind: software of the engine. Between engines of equal kind answers are compared by token ids, else by text.
+        kind: software of the engine. Between engines of one kind answers with token ids are compared by the ids, all
+            others by text.
     """
 
     name: str
@@ -63,7 +66,7 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make the engine usable inside the context. Outside it uses no CPU or GPU time."""
+        """Make the engine usable inside the context. A server started here uses no CPU or GPU time outside."""
         yield
 
     def flush(self) -> bool:
@@ -71,7 +74,7 @@ class Engine:
         return False
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
-        """Send a request and wait for the answer. Returns a function that parses it."""
+        """Send a request and wait for the answer. Returns a function that parses the answer."""
         raise NotImplementedError
 
     def likeliest(self, context: Sequence[int]) -> Mapping[int, float]:

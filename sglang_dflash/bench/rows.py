@@ -1,6 +1,6 @@
 """Measurements as rows of a document, and their summary as lines of a table.
 
-Every number of a line is computed from rows. Unknown values are null.
+Every number of a line is computed from rows, except `steps_by_width`. Unknown values are None, in JSON null.
 """
 
 import statistics
@@ -30,7 +30,7 @@ class Row:
     tokens_per_s: float
     committed_per_step: float | None
     other_cores: float | None  # cores used by other processes
-    ttft_ms: list[float]  # one per streamed answer
+    ttft_ms: list[float]  # one per streamed answer with text
     tpot_ms: list[float]
     n_answers: int
     n_equal: int | None  # number of answers equal to the first arm's; None: not compared
@@ -97,7 +97,8 @@ def summarise(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> 
     """Return a line per task, concurrency (ascending) and arm (in the order of `arms`).
 
     Args:
-        over: names of the baselines. The speed of each arm but the first is divided by a baseline's, per repeat.
+        over: names of the baselines. Each arm except the first gets its speedup over every other arm in `over`, which
+            is computed repeat by repeat.
     """
     lines = []
     for task in dict.fromkeys(row.task for row in rows):
@@ -108,7 +109,7 @@ def summarise(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> 
 
 
 def means(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> list[Line]:
-    """Return lines for tasks with several concurrencies: each repeat's mean over concurrencies, summarised."""
+    """Average each repeat over its concurrencies, and summarise the means. A task with one concurrency has no line."""
     found, place = list[Row](), attrgetter("task", "arm", "repeat")
     for _, group in groupby(sorted(rows, key=place), key=place):
         here = list(group)

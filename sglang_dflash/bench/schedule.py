@@ -1,7 +1,8 @@
 """Schedule of the arms, which take turns in a rotating order.
 
 If all arms are in memory, the arms change after every part of the prompts. Otherwise an arm answers all prompts at
-every concurrency before the next arm starts. Each turn begins with a warm-up and an empty prefix cache.
+every concurrency before the next arm starts. A turn is one arm's requests for one part. Each turn begins with a
+warm-up, after which the prefix cache is emptied if the engine has a way to do this.
 """
 
 import time
@@ -18,8 +19,8 @@ from sglang_dflash.bench.measure import EVERYTHING, Completion, Measurement, joi
 from sglang_dflash.bench.prompts import Task
 from sglang_dflash.bench.rows import Row, row
 
-# Number of unmeasured prompts before each turn. Before an arm's first turn at a concurrency there are at least as many
-# as requests in flight.
+# Number of unmeasured prompts before each turn. Before an arm's first turn at a concurrency the number is raised to
+# that concurrency.
 N_WARM_UP = 2
 
 
@@ -30,8 +31,8 @@ class Schedule:
     Attributes:
         concurrency: numbers of requests in flight that are measured.
         together: all arms are in memory, and change after every part of the prompts.
-        short_turns: a part is a few prompts (`slices`), so that arms run under equal conditions.
-        latency: in the first repeat all prompts are also answered in streams.
+        short_turns: a part has few prompts (`slices`), so that arms run under equal conditions. Else it has all.
+        latency: in the first repeat all prompts are also sent as streaming requests.
         tie_gap: in nats. Answers must be equal except for near ties within this gap (`compare.py`). None: answers may
             differ.
     """
@@ -45,7 +46,7 @@ class Schedule:
 
 
 class Turn(NamedTuple):
-    """Requests that one arm answers without a change of arms: a part of the prompts of one task."""
+    """One arm's requests for a part of a task's prompts, at one concurrency."""
 
     repeat: int
     task: int  # index
@@ -88,10 +89,10 @@ class Bench:
     tasks: Sequence[Task]
     schedule: Schedule
     sampling: Sampling
-    answered: Callable[[Turn, Engine], None]  # called after each answer
+    answered: Callable[[Turn, Engine], None]  # called after each measured answer
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions, by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
-    widths: list[dict[str, Any]] = field(default_factory=list)  # one entry per turn: number of steps at each width
+    widths: list[dict[str, Any]] = field(default_factory=list)  # per turn of an arm that counts: steps at each width
     reference: dict[int, list[Completion]] = field(default_factory=dict)  # the first engine's answers, by task
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
@@ -106,7 +107,7 @@ class Bench:
         """Measure a repeat and return a row per task, concurrency and arm.
 
         Raises:
-            GateError: answers must be equal (`Schedule.tie_gap`), and differ.
+            GateError: answers differ by more than `Schedule.tie_gap` allows.
         """
         speeds, latencies = defaultdict[Place, list[Measurement]](list), defaultdict[Place, list[Measurement]](list)
         for arm, its_turns in groupby(self._turns(number), key=lambda turn: turn.arm):

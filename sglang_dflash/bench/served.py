@@ -20,9 +20,9 @@ GIB_PER_SERVER = 3  # GiB of host memory of one server's processes, most of it S
 
 
 class ServedEngine(HttpEngine):
-    """Server that starts and stops with `running`, or if `keep` is set stays in memory, paused outside `running`.
+    """Server that runs inside `running`. It is started and stopped there; if `keep` is set, it is resumed and paused.
 
-    Invariant: outside `running` the server gets no CPU time.
+    Invariant: after its start the server gets no CPU time outside `running`.
     """
 
     def __init__(self, launch: ServerCommand, *, log: Path, port: int, console: Console) -> None:
@@ -51,7 +51,7 @@ class ServedEngine(HttpEngine):
         return super().describe() | {"command": self.launch.command, "env": dict(self.launch.env)}
 
     def check(self) -> None:
-        """Check that the server has the requested worker, and determine its model."""
+        """Check that the server runs the arm's worker, and determine the model's name."""
         require_worker(self.server, ours=self.launch.ours)
         self.meet(ServerKind.SGLANG)
 

@@ -1,7 +1,7 @@
 """CPU platform: SGLang on a machine without an accelerator, in plain PyTorch.
 
 SGLang loads `activate` in each of its processes, so this file imports almost nothing. `platform` implements SGLang's
-platform interface, `install` replaces GPU-only kernels by torch definitions, and the other files define them by topic.
+platform interface. `install` replaces GPU-only kernels by torch definitions, which most of the other files contain.
 The platform does not depend on DFlash's worker: it serves without speculation, with SGLang's DFLASH worker, or with
 this plugin's.
 """
@@ -13,7 +13,7 @@ REHEARSE = "SGLANG_DFLASH_REHEARSE"
 
 
 def activate() -> str | None:
-    """Return the name of the platform class; None if an accelerator, or SGLang's own CPU engine, should serve."""
+    """Return the name of the platform class; None if an accelerator or SGLang's own CPU engine serves."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     import torch

@@ -4,7 +4,7 @@ Decode, verify and the draft block gather the keys of several requests into one 
 request, and mask the padding. So one attention call per layer serves all requests whose keys fit in MAX_RECTANGLE.
 Extend computes request by request, a slice of queries at a time.
 
-A layer's mask follows SGLang's other backends: with `attn_type` ENCODER_ONLY queries attend to the whole block,
+A layer's mask follows SGLang's other backends: with `attn_type` ENCODER_ONLY queries attend to all keys,
 otherwise causally. A window w allows keys at most w positions away (SGLang's layers store the model's window less one).
 
 Dimension key: B requests, N query tokens per request, L key positions (padded), T packed tokens, A query heads, G KV
@@ -143,7 +143,7 @@ class CpuAttentionBackend(AttentionBackend):
     def _plan_rectangles(
         self, forward_batch: "ForwardBatch", n_keys_B: torch.Tensor, n_queries: int
     ) -> list[Rectangle]:
-        """Group requests so that a group has at most MAX_RECTANGLE padded key positions, or is a single request."""
+        """Group the requests. A group has at most MAX_RECTANGLE key positions, padding included, or is one request."""
         widest = int(n_keys_B.max())
         B = n_keys_B.shape[0]
         n_at_once = max(1, MAX_RECTANGLE // widest)

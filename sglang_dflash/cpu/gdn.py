@@ -87,8 +87,8 @@ def chunk_gated_delta_rule(
 def _scan(block: DeltaBlock, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance the sequences' states through their chunks, in place.
 
-    A chunk's delta is from_values - from_state S_0^T, where S_0 is the state before the chunk. The two terms do not
-    depend on S_0, so one solve computes them for all chunks at once.
+    A chunk's delta is from_values - from_state S_0^T, where S_0 is the state before the chunk. `from_values` and
+    `from_state` do not depend on S_0, so one solve computes both for all chunks.
 
     Returns:
         The state before each chunk [M, H, V, K], and the delta of each chunk [M, H, C, V].
@@ -265,7 +265,7 @@ def _states(
     """Return the state after every token, [B, C, H, V, K]. If there is a `buffer`, store them in its rows `row_B`."""
     B, C = n_blocks, delta_YCV.shape[1]
     rows = None if row_B is None else row_B[:B].tolist()
-    # SGLang's rows are 0 .. B-1 (except with pipeline parallelism), so states are computed in place.
+    # SGLang's rows are 0 .. B-1 (except with pipeline parallelism), so states are computed directly in the buffer.
     in_place = buffer is not None and rows == list(range(B)) and buffer.dtype == torch.float32
     if buffer is not None and in_place:
         after = buffer[:B, :C]

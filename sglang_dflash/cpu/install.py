@@ -2,7 +2,7 @@
 
 SGLang's modules import kernels by name, so all existing references must be replaced. SGLang's own hook registry also
 replaces references, but only logs its failures. `verify` checks every SGLang module when the model is loaded, and stops
-the launch if a GPU kernel is still reachable. A stand-in is the torch definition that replaces a name, its target.
+the launch if a GPU kernel is still reachable. A stand-in replaces a name of SGLang or torch, its target.
 """
 
 import importlib
@@ -108,7 +108,7 @@ def after_load() -> dict[str, Any]:
 
 
 def _of_quantization() -> dict[str, Any]:
-    """Return stand-ins for quantized matrix products that SGLang imports only on a GPU, and for its device checks."""
+    """Return stand-ins for quantized products that SGLang imports only on a GPU, and for its checks of the device."""
     home = _SRT + "layers.quantization."
     schemes = home + "compressed_tensors.schemes."
     modules = home + "w8a8_int8", schemes + "compressed_tensors_w8a8_int8"
@@ -185,7 +185,7 @@ def _keeping_embedding_dtype(original: Callable[..., dict]) -> Callable[..., dic
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return the tensor, because all memory is the host's."""
+    """Return the tensor, because all memory is host memory."""
     return self
 
 

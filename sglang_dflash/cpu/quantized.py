@@ -16,7 +16,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AnyDtype:
-    """Replacement for SGLang's method that lists the activation dtypes of GPU kernels; needs no class or object."""
+    """Replacement for SGLang's methods that list the activation dtypes of GPU kernels. Calls need no instance."""
 
     def __call__(self, **_: object) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16, torch.float16]

@@ -35,9 +35,13 @@ def tree_speculative_sampling_target_only(
     draft_probs is subtracted from this distribution first, and the rejected draft gets probability 0.
 
     candidates int64 [B, N]; target_probs, draft_probs fp32 [B, N, V]; uniform_samples fp32 [B, N];
-    uniform_samples_for_final_sampling fp32 [B]. Written: predicts int32 [B * N] at retrive_index of every accepted slot
-    (the token after it), accept_index int32 [B, >= N] (retrive_index of the accepted slots), accept_token_num int32 [B]
-    (accepted drafts). Cells after the accepted ones are unchanged.
+    uniform_samples_for_final_sampling fp32 [B]. Outputs:
+
+        predicts          int32 [B * N]: the token after each accepted slot, at the slot's retrive_index
+        accept_index      int32 [B, >= N]: retrive_index of the accepted slots
+        accept_token_num  int32 [B]: number of accepted drafts
+
+    Cells after the accepted ones are unchanged.
     """
     B, N = candidates.shape
     child_N = torch.arange(1, N + 1).where(torch.arange(N) < N - 1, -1)  # next slot in a chain, -1 after the last
@@ -73,6 +77,6 @@ def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:
 
 
 def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `k` largest values of the last dimension and their indices, largest first; replaces FlashInfer's."""
+    """Return the `k` largest values of the last dimension and their indices, largest first. Replaces FlashInfer's."""
     largest, where = torch.topk(scores, k, dim=-1)
     return largest, where

@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 
 class TransferEngine:
-    """Engine with the methods of Mooncake's that SGLang calls. A returned status is 0, or -1 for failure."""
+    """Engine with those methods of Mooncake's engine that SGLang calls. A status of 0 is success, -1 is failure."""
 
     def __init__(self) -> None:
         self.regions: dict[int, int] = {}  # address -> number of bytes from there that other processes may write
@@ -97,7 +97,7 @@ def memory(address: int, length: int) -> memoryview:
 
 
 class Event:
-    """Event of the only stream, which is always complete."""
+    """Event of the only stream. The event is always complete."""
 
     def record(self, stream: object = None) -> None:
         return

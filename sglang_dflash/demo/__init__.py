@@ -2,8 +2,8 @@
 
     sglang-dflash demo            asks a few questions, then serves on port 30000 until Ctrl-C
     sglang-dflash demo --once     asks the questions and exits
-    sglang-dflash demo --web      serves a page for questions that shows the source of each token
+    sglang-dflash demo --web      serves a page for questions, and shows the source of each token
 
-Two servers start in parallel, one with speculation and one without, and both get every question. The source of a token
-is a drafted block, an n-gram copy, or the target.
+Two servers start in parallel, one with speculation and one without. Both get every question. The source of a token is a
+drafted block, an n-gram copy, or the target.
 """

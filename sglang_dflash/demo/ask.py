@@ -48,6 +48,7 @@ def ask(
     Args:
         messages: a conversation, or one question as text.
         rid: id of the request on the server.
+
     Raises:
         openai.APIError: the server rejects the request, or does not answer.
     """
@@ -76,7 +77,7 @@ def ask(
 
 
 def questions() -> list[tuple[str, str]]:
-    """Return (kind, question) pairs that the pair was not trained on."""
+    """Return one (kind, question) of each task. The tiny pair was not trained on these questions."""
     from sglang_dflash.tiny.corpus import draw
 
     random = Random(1)

@@ -46,7 +46,7 @@ class Painter:
 
         The target's own token is the last token of a step, and the only token of the prefill. Its text is found by
         encoding the step's text again. If the encoding has another number of tokens than the step, no text is marked
-        as the target's. This happens because an end token has no text, and a character can be split between steps.
+        as the target's. This happens if the step contains an end token, which has no text, or only part of a character.
         """
         if self.n_shown == 0 or step.n_tokens == 1:
             return "", step.text
@@ -64,7 +64,7 @@ def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> 
         ServerError: the two answers to a question differ.
     """
     with_speculation, without = on.openai(), off.openai()
-    for client in (with_speculation, without):  # not measured: a server's first request includes lazy set-up
+    for client in (with_speculation, without):  # not measured, because a server's first request includes lazy set-up
         ask(client, "Hello.", lambda step: None)
     results = []
     for kind, question in questions():

@@ -49,7 +49,7 @@ class StepTrace:
         self.unread: dict[str, deque[Verified]] = defaultdict(deque)
 
     def of(self, rid: str, n_tokens: int) -> list[Verified]:
-        """Return the request's next steps, until they commit `n_tokens` tokens or more, or no step is left."""
+        """Return the next steps of a request: enough to commit `n_tokens` tokens, or all that are traced so far."""
         for file in self.files:
             for line in map(json.loads, file):
                 for one, n_accepted in line["accepted"].items():
@@ -64,7 +64,7 @@ class StepTrace:
 def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> list[tuple[str, int, str]]:
     """Return (kind, index in its step from 1, text) of each token.
 
-    If the text does not encode to the step's number of tokens, the whole text is one piece.
+    An end token has no text and no piece. If the text encodes to another number of tokens, it is one piece.
     """
     if not step.text:  # the end token alone
         return []
@@ -97,7 +97,7 @@ class Demo:
         return PAGE.read_text().replace("{nonce}", nonce).replace("{examples}", examples)
 
     def answer(self, side: str, messages: Sequence[Message], show: Callable[[dict[str, Any]], None]) -> None:
-        """Query one server, and call `show` with a line of the answer for each step."""
+        """Query one server. Calls `show` for each step, with a line of the response to the page."""
         client, steps = self.sides[side]
         rid, asked_s, n_tokens = f"demo-{next(self.n_asked)}", time.perf_counter(), 0
 

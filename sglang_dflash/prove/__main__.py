@@ -1,7 +1,7 @@
 """Command line that checks the documented claims on this machine: `sglang-dflash prove --help`.
 
-A line is printed after each check, then the table, and the path of the JSON document. Exit status: 0 if no check
-failed, 1 if a check failed, 2 if no check could be run.
+A line is printed after each check, and at the end the table and the path of the JSON document. Exit status: 0 if no
+check failed, 1 if a check failed or the run was interrupted, 2 if no check could be run.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     from sglang_dflash.prove.report import Collector, adopt_orphans, end_children, markdown
 
     os.environ.update(place.env_of_checks | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # pytest ends its workers, and returns
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # pytest then ends its workers, and returns
     words = [*map(str, FILES), *PYTEST, "-o", f"cache_dir={options.out.parent / '.prove_cache'}", *options.more]
     collector = Collector(Run(place, tuple(options.only), deadline=0))
     with redirect_stdout(StringIO()) as output:

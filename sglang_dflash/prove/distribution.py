@@ -19,7 +19,7 @@ Draw = tuple[int, ...]  # token ids; shorter if the answer ended
 Outcome = tuple[int, ...]
 
 BOUND = 5.0  # standard errors
-RARE = 20  # least number of draws of a cell's own outcome, in both sets together
+RARE = 20  # an outcome with fewer draws, in both sets together, has no cell of its own
 N_POSITIONS = 4  # number of tokens of a draw
 ENDED = -1  # the token of a position after the answer's end
 REST: Outcome = (-2,)  # the cell of all rare outcomes

@@ -19,7 +19,7 @@ VERSIONED = ("sglang", "torch", "triton", "transformers", "sglang_dflash")
 def check_environment(place: Place, found: Found) -> None:
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
     assert not missing, f"not importable: {', '.join(missing)}; put them on PYTHONPATH"
-    # Versions are read from the modules, because metadata of unpacked packages may be missing or of another version.
+    # Versions are read from the modules. Metadata of unpacked packages may be missing, or describe another version.
     versions = {name: importlib.import_module(name).__version__ for name in VERSIONED}
     if place.gpu is not None:
         a = torch.randint(-8, 8, (64, 64), device="cuda").float()

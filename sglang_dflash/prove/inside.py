@@ -1,6 +1,6 @@
-"""Checks of servers with the probe, which records in the scheduler's process, and of their answers.
+"""Checks of servers whose steps the probe records (`probe.py`), and of their answers.
 
-A watched server is one whose worker the probe records. Its answers are compared with those of plain torch.
+Such a server is called watched. Its answers are compared with those of plain torch.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ STAGES = {"step", "plan", "draft", "copy", "verify", "choose", "accept", "commit
 
 
 class Setting(NamedTuple):
-    """Environment of a watched server, which determines how the server drafts and verifies, and the prompts."""
+    """Setting of a watched server: the prompts, and an environment that determines drafts and widths."""
 
     title: str
     where: str
@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 def watching(name: str, proves: str, **minutes: float) -> pytest.MarkDecorator:
-    """Mark a check that runs with several settings; `minutes`: time limit for each key of `SETTINGS`."""
+    """Mark a check that runs once per setting. `minutes`: time limits by key of `SETTINGS`."""
     params = []
     for key, limit in minutes.items():
         title, where, *_ = SETTINGS[key]
@@ -173,7 +173,7 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
 
 
 def counted_tokens(gpu: Gpu, place: Place, watched: Watched) -> int:
-    """Return the number of tokens of K and V that the capacity report computes for an empty card."""
+    """Return the capacity report's number of tokens of K and V for this GPU, if nothing else uses its memory."""
     info, dflash = watched.info, watched.dflash
     target, draft = geometry.read_target(str(place.pair.target)), geometry.read_draft(str(place.pair.draft))
     context = info.get("context_length") or target.context_length

@@ -14,7 +14,7 @@ from sglang_dflash.host.backends import BACKENDS
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Pair
 
-# Program for a separate process, because a process that uses the device occupies half a GiB of its memory.
+# Program for a separate process, because a process that uses the GPU occupies half a GiB of GPU memory.
 ASK = """import json, torch
 gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(gpu and [gpu.name, f"sm{gpu.major}{gpu.minor}", gpu.total_memory]))"""
@@ -36,7 +36,7 @@ ATTENTION = {
 ALIASES = {"sm86": "sm80", "sm87": "sm80", "sm103": "sm100", "sm121": "sm120"}
 PAGE_SIZES = (1, 16)
 FP32_ATTENTION = ("triton",)  # backends that compute in fp32 on a GPU; an emulated backend always does
-# SGLang captures no sizes on a CPU by default. Emulating prefill graphs takes a minute, so they are disabled.
+# By default SGLang captures no batch sizes on a CPU. Emulating prefill graphs takes a minute, so they are disabled.
 EMULATION_FLAGS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "--cuda-graph-backend-prefill", "disabled")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -82,11 +82,14 @@ class Place:
 
     @property
     def side_by_side(self) -> bool:
-        """Return whether servers may run at the same time. On a GPU each server takes all free memory."""
+        """Return whether several servers may run at the same time. This holds only for the tiny pair on a CPU.
+
+        On a GPU each server takes all free memory.
+        """
         return self.gpu is None and not self.is_own
 
     def exact(self, attention: str) -> bool:
-        """Return whether answers and steps are computed in fp32, so that they can be compared exactly."""
+        """Return whether servers compute in fp32. The user's own pair keeps its dtype, so it does not count."""
         return not self.is_own and (self.gpu is None or attention in FP32_ATTENTION)
 
     @property
@@ -115,7 +118,7 @@ def place_of(options: argparse.Namespace) -> Place:
     """Return the machine and the pair for a command line, without using the GPU in this process.
 
     Raises:
-        ValueError: there is neither a GPU nor its emulation, or only one model of a pair is given.
+        ValueError: there is no GPU, real or emulated, only one model of a pair is given, or a flag is wrong.
     """
     emulated = flags.read(os.environ).rehearse.gpu
     gpu = None if emulated else find_gpu()

@@ -14,8 +14,8 @@ from sglang_dflash.prove.plugin import Finding, Found, check
 
 N_ROUNDS, N_ROUNDS_SHORT = 100, 20
 N_SHOWN = 3  # number of failed cases that the finding's text names at most
-BUSY, ALONE = "B=8 N=16", "B=1 N=16"  # shapes in the finding's text
-# Bandwidths of the data sheets, bytes per us; a copy reaches about nine tenths.
+BUSY, ALONE = "B=8 N=16", "B=1 N=16"  # shapes that the finding's text mentions
+# Memory bandwidths of the data sheets, in bytes per us. A copy reaches about nine tenths.
 PUBLISHED = {"H200": 4.8e6, "H100": 3.35e6, "B200": 8.0e6}
 
 

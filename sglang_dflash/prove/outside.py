@@ -19,7 +19,7 @@ from sglang_dflash.tiny.pairs import ARMS, Arm
 
 TEMPERATURE = 2.0  # at 1 the tiny pair is nearly certain of most tokens
 N_DRAWS, N_DRAWS_EMULATED, DRAWN_AT_ONCE = 1200, 400, 8
-N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5  # tokens of an answer; number of measured answers after the first
+N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5  # tokens of an answer; the median is over 1 + N_ONE_TOKEN_ROUNDS answers
 ONE_TOKEN_WITHIN = 1.1  # bound of (time per token at width 1) / (time per token without speculation)
 SPEED_AT, SPEED_AT_EMULATED = (1, 8, 16, 32), (1, 4)  # concurrencies
 
@@ -57,7 +57,7 @@ def check_parity(place: Place, attention: str, page_size: int, found: Found) -> 
 def judge_parity(
     tie: float, asked: Sequence[Sequence[int]], tokens: Mapping[Arm, Answers], reference: Reference
 ) -> Finding:
-    """Compare answers with the reference. Only wrong answers of the plugin fail the check."""
+    """Compare all answers with the reference. Only answers of the plugin that differ by more than a near tie fail."""
     numbers, shown, bad = dict[str, dict[str, Any]](), list[str](), list[str]()
     for arm in ARMS:
         compared = {c: served.compare(asked, reference, answers, tie) for c, answers in tokens[arm].items()}
@@ -73,7 +73,7 @@ def judge_parity(
 @check("one token", "a step of one token costs little more than decoding without speculation", 6, short=True, gpu=True,
        expected=f"at most {ONE_TOKEN_WITHIN:.2f} times")  # fmt: skip
 def check_one_token(place: Place, found: Found) -> None:
-    """Compare median times of one request, with a width of 1 and without speculation."""
+    """Compare the median times per token of one request: with a width of 1, and without speculation."""
     asked, ms = served.prompts(place)[:1], dict[Arm, float]()
     env = {"SGLANG_DFLASH_WIDTHS": "1", "SGLANG_DFLASH_COPY": "off"}
     for arm in (Arm.OFF, Arm.PLUGIN):  # one after the other, because on a GPU each server takes all free memory

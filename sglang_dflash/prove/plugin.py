@@ -14,7 +14,7 @@ import pytest
 from sglang_dflash.prove.machine import Place
 
 LEAST_S = 20.0  # seconds; no check starts with less time left
-GRACE_S = 5.0  # seconds for pytest-timeout to end a check; if native code holds the interpreter, faulthandler ends it
+GRACE_S = 5.0  # seconds for pytest-timeout to end a check; then faulthandler ends the process, even in native code
 
 
 class Check(NamedTuple):
@@ -61,7 +61,7 @@ def facts_of(item: pytest.Item) -> Check:
 
 
 def server_of(nodeid: str) -> str:
-    """Return an id of the server that checks of one file with equal parameters share; "" without parameters."""
+    """Return file and parameters of a check. Checks with the same ones share a server. "" without parameters."""
     file, _, function = nodeid.partition("::")
     return file + function[function.index("[") :] if "[" in function else ""
 
@@ -107,9 +107,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Set a check's time limit, and run each file in a new process.
+    """Set a check's time limit. Under xdist, also run each file in a new process.
 
-    The end of a process frees its GPU memory, and its errors do not affect other files.
+    The end of a process frees its GPU memory. Errors of CUDA do not affect the checks of other files.
     """
     config, facts = item.config, facts_of(item)
     if "workerinput" in vars(config) and config.stash.setdefault(FILE, item.path) != item.path:

@@ -1,11 +1,13 @@
 """Recorder of the worker in the scheduler's process: `SGLANG_DFLASH_PROBE=1`.
 
-At launch the probe runs dummy steps at every width, for every captured batch size and for one less, which needs
+At launch the probe runs dummy steps at every width, for every captured batch size and for one less, which mostly needs
 padding. Then it records every served step. `GET /server_info` returns the record under `dflash.probe`:
 
-    steps     numbers of drafts that changed while the target ran, and of non-finite values in logits and features
-    stages    milliseconds of each stage, on the host and between two events on the device
-    bytes     sizes of the pools
+    captured      batch sizes of the dummy steps
+    steps         numbers of drafts that changed while the target ran, and of non-finite values in logits and features
+    padding_slot  numbers of non-finite values in the KV slot that padded rows write to
+    stages        median milliseconds of each stage, on the host and between two events on the device
+    bytes         sizes of the pools
 """
 
 import time
@@ -74,7 +76,7 @@ class ProbedWorker(DFlashWorker):
 
 
 class Probe:
-    """Recorder of a worker's steps. Invariant: only `describe` copies values from the device."""
+    """Recorder of a worker's steps. Invariant: recording copies no value from the device; only `describe` does."""
 
     def __init__(self, worker: DFlashWorker) -> None:
         self.worker = worker
@@ -82,7 +84,7 @@ class Probe:
         self.device = torch.device(worker.device)
         self.has_gpu = self.device.type != "cpu"
         self.seen = defaultdict[Size, Seen](Seen)
-        self.raw: Any = None  # output of the last replay, including padded rows
+        self.raw: Any = None  # output of the step's replay, including padded rows; None without a replay
         self.times = StageClock(worker.device if self.has_gpu else None)
         self.size: Size = (0, 0)
         self.tokens = self.copy = torch.empty(0)
@@ -93,7 +95,7 @@ class Probe:
     # -- dummy steps -----------------------------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
-        """Return the captured batch sizes n of the draft, and every n - 1, which needs padding."""
+        """Return each captured batch size n of the draft, and n - 1, which needs padding if it is not captured."""
         graphs = self.draft.decode_cuda_graph_runner
         if not isinstance(graphs, DecodeCudaGraphRunner):
             return []
@@ -144,12 +146,12 @@ class Probe:
         )
 
     def begin(self, size: Size, tokens_BN: torch.Tensor) -> None:
-        """Copy the drafts before the target runs."""
+        """Copy the block's tokens before the target runs."""
         self.size, self.raw = size, None
         self.tokens, self.copy = tokens_BN, tokens_BN.clone()
 
     def end(self) -> None:
-        """Compare the drafts with their copy after the target has run, and count non-finite outputs."""
+        """Compare the tokens with their copy after the target has run, and count non-finite outputs."""
         seen, n_rows = self.seen[self.size], self.size[0] * self.size[1]
         raw = (self.raw.next_token_logits, self.raw.hidden_states) if self.raw is not None else ()
         outputs = [x for x in raw if isinstance(x, torch.Tensor)]
@@ -185,7 +187,7 @@ class Probe:
         }
 
     def bytes(self) -> dict[str, Any]:
-        """Return this rank's pool sizes and free memory. A key's name gives the unit; without one the unit is bytes."""
+        """Return this rank's pool sizes and memory: bytes, except for numbers of tokens, requests, states and rows."""
         sizes = {
             "target_tokens": int(self.target.max_total_num_tokens),
             "target_kv": kv_bytes(self.target),
@@ -249,7 +251,7 @@ class StageClock:
         return run_timed
 
     def medians(self) -> Iterator[dict[str, Any]]:
-        """Yield median milliseconds by stage and size; `device_ms` is None without a device."""
+        """Yield median milliseconds by stage and size. `device_ms` is None on a CPU, or if no device time is known."""
         order = ["step", "plan", *STAGES, "accept"]
         for stage, size in sorted(self.host_s, key=lambda key: (key[1], order.index(key[0]))):
             host_s, marks = self.host_s[stage, size], self.marks[stage, size]

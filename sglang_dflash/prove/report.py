@@ -17,13 +17,13 @@ from sglang_dflash.prove.plugin import RUN, Check, Run, facts_of, server_of
 from sglang_dflash.servers.document import head, inherited, portable
 
 PR_SET_CHILD_SUBREAPER = 36
-KILL_S = 25.0  # seconds until killed processes must have ended
+KILL_S = 25.0  # seconds to wait for killed processes to end
 SHOWN = {"passed": "yes", "failed": "**no**", "timed out": "**no**: timed out", "skipped": "–"}
 CRASHED = "???"  # xdist's value of `when`
 
 
 def adopt_orphans() -> None:
-    """Make this process (Linux) the parent of all processes that its children leave running."""
+    """Adopt all processes that children of this process leave running (Linux)."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -52,8 +52,7 @@ class Collector:
     Attributes:
         checks, rows: descriptions and results by pytest's node id, in the order of the run.
         started: start of each check by node id, as Unix time.
-        hung: name of the check that timed out, by the id of its server (`server_of`). Other checks of this server are
-            skipped.
+        hung: name of the check that timed out, by `server_of`. Other checks with the same server are skipped.
     """
 
     def __init__(self, run: Run) -> None:

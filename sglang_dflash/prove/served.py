@@ -24,7 +24,7 @@ N_PROMPTS, N_PROMPTS_SHORT = 12, 4
 NEW_TOKENS, NEW_TOKENS_SHORT = 96, 48
 CONCURRENCIES = (1, 3, 8)  # 3 is padded to a captured batch of four
 START_S = 900.0  # seconds until a server is ready: a 27B model is read from disk, and graphs are captured
-TOP = 50  # number of log-probabilities per position
+TOP = 50  # number of log-probabilities per context
 
 Draw = Callable[[int], Sequence[Any]]  # returns the given number of conversations
 
@@ -50,7 +50,10 @@ def serving(
     page_size: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[dict[Arm, Server]]:
-    """Run one server per arm, all at the same time; `env`: further variables of the plugin's server.
+    """Run one server per arm, all at the same time.
+
+    Args:
+        env: additional environment variables of the plugin's server.
 
     Raises:
         ServerError: a server does not start, or runs another worker than its arm requires.
@@ -104,7 +107,7 @@ def watch(place: Place, env: Mapping[str, str], draw: Draw = held_out) -> Watche
 
 
 class Reference(NamedTuple):
-    """Greedy answers, and a function that returns the log-probabilities after a context."""
+    """Greedy answers, and a function that returns the log-probabilities of the likeliest tokens after a context."""
 
     answers: list[list[int]]
     likeliest: Likeliest
@@ -153,7 +156,7 @@ def acceptance_length(histograms: Sequence[Mapping[int, int]]) -> float:
 
 
 def near_tie(place: Place, attention: str) -> float:
-    """Return the difference in nats within which rounding may swap two tokens; 0 in fp32 on a CPU."""
+    """Return the difference in nats within which rounding may swap two tokens; 0 on a CPU."""
     if place.gpu is None:
         return 0.0
     return 0.05 if place.exact(attention) else 0.3
@@ -171,7 +174,7 @@ class Agreement(NamedTuple):
 def compare(
     prompts: Sequence[Sequence[int]], reference: Reference, answers: Sequence[Sequence[int]], tie: float
 ) -> Agreement:
-    """Compare answers with a reference; a difference of at most `tie` nats is a near tie."""
+    """Compare answers with a reference. A difference is a near tie if both tokens are within `tie` nats of the top."""
     apart = dict[str, bool]()
     for one in differences(reference.answers, answers):
         context = [*prompts[one.prompt], *reference.answers[one.prompt][: one.position]]

@@ -3,8 +3,8 @@
 A capture begins on one stream, the origin. Another stream takes part in the capture once it has waited for a stream
 that takes part. The origin must wait for every other stream before the capture ends. If two streams use the same
 memory, such waits must order their launches, because a replay keeps no other order. A block of the graphs' pool belongs
-to one stream. So a freed block is reused only by a launch of this stream, which must come after the last use of the
-block by every other stream.
+to one stream. So a freed block is reused only by a launch of this stream. The launch must come after the last use of
+the block by every other stream.
 
 A replay is one launch on one stream, so the order inside a graph is checked only at capture.
 """
@@ -77,7 +77,7 @@ class BranchedTape(Tape):
 
     def record(self, run: Callable[..., Any], args: tuple, kwargs: dict, out: Any, *, mutates: bool) -> Any:
         n_nodes, touched = len(self.nodes), self.touched
-        self.touched = Touched()  # releases the tensors with the forward
+        self.touched = Touched()  # drops the references to the tensors of this launch
         placed = super().record(run, args, kwargs, out, mutates=mutates)
         if len(self.nodes) == n_nodes:
             return placed  # a view
@@ -156,7 +156,7 @@ class Touched(TorchDispatchMode):
         return out
 
     def by_stream(self, what: str, read: Tensors, written: Tensors, asynchronous: bool) -> None:
-        """Record the accesses of a kernel in Triton's interpreter."""
+        """Record the accesses of an operation, or of a kernel in Triton's interpreter."""
         self.read += [tensor for tensor in read if storage_of(tensor) not in self.made]
         self.written += [tensor for tensor in written if storage_of(tensor) not in self.made]
 

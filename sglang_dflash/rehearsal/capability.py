@@ -1,8 +1,7 @@
-"""Properties of the emulated GPU for SGLang's attention code; other code sees the real device.
+"""Properties of the emulated GPU for SGLang's attention code. All other code sees a CPU.
 
 SGLang reads these properties while arguments are resolved (`at_launch`) and while an attention backend is created
-(`answering`).
-For FlashInfer's own queries see `flashinfer_seams.install`.
+(`answering`). For FlashInfer's own queries see `flashinfer_seams.define`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Gpu(NamedTuple):
-    """Emulated GPU, the largest model of its compute capability."""
+    """Emulated GPU: the model with the most multiprocessors of its compute capability."""
 
     capability: tuple[int, int]
     n_processors: int
@@ -54,7 +53,7 @@ def facts() -> dict[str, Any]:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Inside the context apply the flags of `facts`, and replace functions that query the GPU directly."""
+    """Apply the flags of `facts` inside the context, and replace functions that query the GPU directly."""
     from sglang.srt.runtime_context import override_platform
 
     answers = facts()

@@ -55,7 +55,9 @@ def require_cheap(nodes: list[Node]) -> None:
 
 
 def require_launches(nodes: list[Node]) -> None:
-    """Check a captured draft forward's launches against its budget. The target's forwards are SGLang's own.
+    """Check a captured draft forward's launches against its budget.
+
+    The target's forwards are SGLang's own and have no budget. Quantized drafts are not checked.
 
     Raises:
         CaptureError: the forward exceeds the budget.

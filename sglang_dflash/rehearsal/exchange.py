@@ -22,7 +22,7 @@ STEP_LINE = "a step exchanged "  # start of a step's line in the log
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Dispatch mode that counts the elements of collective operations on this rank, by name.
+    """Dispatch mode that counts the elements of this rank's collective operations, by name.
 
     A call counts as many elements as its largest tensor has: the gathered tensor, or the broadcast one.
     """
@@ -55,6 +55,6 @@ def report_steps(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def steps_in(log: str) -> list[dict[str, int]]:
-    """Return, per step and rank in a log, the numbers of verified rows and of elements in each collective operation."""
+    """Parse a log. Returns one dict per step and rank: the number of verified rows, and the elements by operation."""
     # Ranks print at the same time, so one line may have the texts of two ranks.
     return [json.loads(found) for found in re.findall(STEP_LINE + r"(\{.*?\})", log)]

@@ -52,7 +52,7 @@ class Module:
         planned = Planned(first_query_B1.tolist(), first_page_B1.diff().tolist())
         assert len(planned.n_pages_B) == n_requests, f"{len(planned.n_pages_B)} lengths of {n_requests} requests"
         assert planned.first_query_B1[-1] <= n_rows, f"{planned.first_query_B1[-1]} queries of {n_rows}"
-        n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # FlashInfer counts a request without keys as 1
+        n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # without keys FlashInfer counts 1 page
         assert torch.equal(n_pages.long(), first_page_B1.diff().clamp(min=1).long()), "pages by length and by start"
         return planned.write(int_workspace)
 
@@ -230,7 +230,7 @@ def merge_state(
     v: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Merge attention outputs over two disjoint sets of keys into the output over all keys; `lse` have base 2."""
+    """Merge attention outputs over two disjoint sets of keys into one output. Log-sum-exps have base 2."""
     lse.copy_(torch.logaddexp2(lse_a, lse_b))
     weight_a, weight_b = ((part - lse).exp2()[..., None].to(v.dtype) for part in (lse_a, lse_b))
     v.copy_(v_a * weight_a + v_b * weight_b)

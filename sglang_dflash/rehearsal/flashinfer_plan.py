@@ -19,7 +19,7 @@ import torch
 from sglang_dflash.rehearsal import graph
 from sglang_dflash.rehearsal.attention import require_int32
 
-NHD = 0  # FlashInfer's layouts; 1 is HND
+NHD = 0  # FlashInfer's number for this layout; 1 is HND
 CHUNK = 128  # smallest number of keys in a part of a split request
 
 
@@ -67,7 +67,7 @@ class Planned(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """Paged keys. The requests' lists of pages are packed in one tensor, without a fixed row width."""
+    """Paged keys and values. The requests' lists of pages are packed in one tensor, without a fixed row width."""
 
     k_cache: torch.Tensor  # [pages, page size, G, E]
     v_cache: torch.Tensor

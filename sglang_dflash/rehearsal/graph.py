@@ -83,7 +83,7 @@ class Graph:
 
 
 def _in_order() -> None:
-    """Check that this replay is ordered after the last replay, because all graphs share memory.
+    """Check that this replay is ordered after the last replay. This is required because all graphs share memory.
 
     Raises:
         UnorderedAccess: the two replays run on different streams, and no event orders them.
@@ -125,7 +125,7 @@ def is_capturing() -> bool:
 
 
 def launch(fn: Function) -> Function:
-    """Wrap a kernel's stand-in, or a function that launches a kernel, so that a call counts as one launch."""
+    """Wrap a kernel's stand-in, or a function that launches a kernel, so that a call is one launch and one node."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def takes_part(stream: object) -> bool:
 
 
 def record_stream(tensor: torch.Tensor, stream: streams.Stream) -> None:
-    """Keep a tensor's memory until `stream` no longer uses it. During a capture it is kept until the capture ends."""
+    """Keep a tensor's memory until `stream` no longer uses it, or in a capture until the capture ends."""
     streams.record_stream(tensor, stream)
     if _tape is not None:
         _tape.kept.append(tensor)
@@ -169,7 +169,7 @@ def pool() -> Pool:
 
 
 def addresses(tree: Any) -> Any:
-    """Return the tree with every tensor in the pool replaced by `Pool.address` of it, which does not own its block."""
+    """Return the tree with tensors of the pool replaced by tensors that do not own their block (`Pool.address`)."""
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: _pool.address(tensor) if tensor.numel() and _pool.owns(tensor) else tensor, tree
     )

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 READS = ("tolist", "numpy", "cpu", "__array__", "pin_memory")  # tensor methods that copy values to the host
 
-Refusal = Callable[[str], Exception]
+Refusal = Callable[[str], Exception]  # returns the error for the described operation
 
 _marked: dict[int, Any] = {}  # finalizers by storage; an entry is removed when the storage is deleted
 _originals: dict[str, Callable[..., Any]] = {}
@@ -27,7 +27,7 @@ _refusal: Refusal | None = None
 
 
 def mark(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor as the host's, and return the tensor."""
+    """Mark a tensor as a host tensor, and return it. Tensors that share its memory are marked too."""
     storage = tensor.untyped_storage()
     key = storage._cdata
     if key not in _marked and storage.nbytes():
@@ -46,19 +46,19 @@ def only(args: tuple, kwargs: dict) -> bool:
 
 
 def keep(out: Any) -> Any:
-    """Mark all tensors in `out` as the host's, and return `out`."""
+    """Mark all tensors in `out` as host tensors, and return `out`."""
     return pytree.tree_map_only(torch.Tensor, mark, out)
 
 
 def require_device(name: str, args: tuple, kwargs: dict, refusal: Refusal) -> None:
-    """Check that a device operation reads no host tensors except scalars, or raise the refusal."""
+    """Check that a device operation reads no host tensors except scalars, or raise the error that `refusal` returns."""
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() and is_marked(leaf):
             raise refusal(f"{name} of a host tensor {tuple(leaf.shape)}, whose values would be those of the capture")
 
 
 def watch(refusal: Refusal) -> None:
-    """Make host reads of device tensors raise from now on."""
+    """Refuse host reads of device tensors from now on. A read raises the error that `refusal` returns."""
     global _refusal
     _refusal = refusal
     for name in READS:

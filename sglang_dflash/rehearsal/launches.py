@@ -1,4 +1,4 @@
-"""Launches of a decode step outside captured graphs, by stage, checked against the budget of `stages/budget.py`.
+"""Launches of a decode step by stage, checked against the budget of `stages/budget.py`. A replay is one launch.
 
 Launches are counted only with `,streams`, which separates host operations from device operations. Only steps that
 replay graphs and have only greedy requests are checked: sampling, penalties and grammars launch more kernels, in
@@ -70,7 +70,7 @@ def counted(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def held(worker: Any, decode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a worker's `decode` to check the launches of each step.
+    """Wrap a worker's `decode` to check the launches of each step that the budget covers.
 
     If a stage exceeds its budget, the wrapper raises OverBudget, with the launches and limits of such stages.
     """

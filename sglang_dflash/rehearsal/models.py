@@ -1,6 +1,6 @@
 """Replacements for layers that SGLang computes with GPU-only kernels, or on the host. Each is used by few families.
 
-`layers` installs them after the target is loaded, when SGLang's models are imported.
+`layers` installs them after a model is loaded, when SGLang's models are imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 
 def before_loading() -> None:
-    """Make `torch.cpu` the default device module in every build of PyTorch; Qwen3-Next creates its norms on it."""
+    """Set `torch.cpu` as the default device module of every build of PyTorch. Qwen3-Next creates its norms on it."""
     get_device_module = torch.get_device_module
 
     def default_here(device: torch.device | str | None = None) -> ModuleType:
@@ -46,7 +46,10 @@ def layers(model: torch.nn.Module) -> None:
 
 
 def _weigh_norms(model: torch.nn.Module) -> None:
-    """Apply the weight of Gemma-4's norms "without scale", which contains the router's scale."""
+    """Let Gemma-4's norms without scale multiply by their weight, as SGLang does on CUDA.
+
+    The weight is 1, except in routers: SGLang folds a router's scale into the weight. The torch form omits the product.
+    """
     from sglang.srt.layers.layernorm import Gemma4RMSNorm
 
     for module in model.modules():

@@ -30,7 +30,10 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def is_hosts(name: str, args: tuple, touched: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether an operation runs on the host: all its tensors, except indexes, are host tensors."""
+    """Return whether an operation runs on the host: all its tensors are host tensors.
+
+    For an indexing operation only the indexed tensor counts.
+    """
     return all(map(host.is_marked, touched if name not in INDEXES else args[:1]))
 
 

@@ -63,7 +63,7 @@ def scheduler() -> None:
     def run_event_loop(self: Scheduler) -> None:
         """Run the scheduler loop inside `watch.Watch`, which checks the order of accesses.
 
-        Weights, KV pools and captured graphs are created earlier and are not checked.
+        Accesses before the loop are not checked, for example while weights are loaded and graphs are captured.
         """
         if self.draft_worker is not None:  # this plugin's worker, because SGLang's is refused with `,streams`
             launches.hold(self.draft_worker)
@@ -74,7 +74,7 @@ def scheduler() -> None:
 
 
 def _mark_host_buffers() -> None:
-    """Mark SGLang's static host buffers, found by their names: their device "cpu" is also the emulated GPU's."""
+    """Mark SGLang's static host buffers. Their names identify them, because device buffers are on "cpu" too."""
     from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry as Registry
 
     fill = Registry.fill_from

@@ -1,12 +1,14 @@
 """Memory of captured graphs: one private pool for all graphs of a process, as in SGLang.
 
-Blocks are assigned by CUDACachingAllocator's rules. Sizes are rounded up to 512 bytes. Blocks of up to 1 MiB come from
-segments of 2 MiB, larger blocks from segments of 20 MiB or of the requested size. The smallest free block that fits is
-taken, and among equal blocks the one at the lowest address. The remainder is split off, and free neighbours are merged.
+Blocks are assigned by CUDACachingAllocator's rules. Sizes are rounded up to 512 bytes. The smallest free block that
+fits is taken, and among equal blocks the one at the lowest address. A large enough remainder is split off, and free
+neighbours are merged. Blocks of up to 1 MiB never share a segment with larger blocks. If no free block fits, a segment
+is added: 2 MiB for blocks of up to 1 MiB, and 20 MiB for blocks below 10 MiB. For a larger block the segment has the
+block's size, rounded up.
 
-A block is free when its last tensor is deleted. The next tensor of the same stream may reuse the block, in this graph
-or a later graph, because a segment belongs to the stream that requested it. Captured launches hold only addresses, so
-they do not keep a block. If a launch reads a block after it was freed, the block may be overwritten, as on a GPU.
+A block is free when its last tensor is deleted. Then the next tensor of the same stream may reuse the block, in this or
+a later graph. A segment belongs to the stream that requested it. Captured launches hold only addresses, so they do not
+keep a block. If a launch reads a block that has been freed, the block may be overwritten, as on a GPU.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import from_numpy  # the original: `watch.py` replaces `torch.from_numpy` by a form that marks host tensors
+from torch import from_numpy  # the original, because `watch.py` replaces `torch.from_numpy` to mark host tensors
 
 MIB = 1 << 20
 ROUND = 512  # bytes; block sizes are multiples of this
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # bytes of the largest small block, and of its segment
-# Bytes of a segment for blocks above `SMALL` and below `LARGE`. A block of `LARGE` bytes or more has its own segment.
+# Bytes of a segment for blocks above `SMALL` and below `LARGE`. From `LARGE` bytes on a segment has the block's size.
 LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB
 CAPACITY = 4096 * MIB  # bytes of address space; the system provides memory for a page when it is first written
 

@@ -47,7 +47,7 @@ def device() -> None:
 
 
 def before_models() -> None:
-    """Apply CUDA's settings when the first model is created, because the two models can only be imported then."""
+    """Apply CUDA's settings when the first model is created, because the two models cannot be imported earlier."""
     loader: Any = importlib.import_module(_LOADER)
     loader._initialize_model = _first(models, loader._initialize_model)
 
@@ -90,7 +90,7 @@ def models() -> None:
 
 
 def on_cuda(can_use: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
-    """Wrap SGLang's check whether the fused projection can be used, so that it takes the tensor to be on CUDA."""
+    """Wrap SGLang's check for the fused projection, so that the check takes the tensor for one on CUDA."""
 
     @functools.wraps(can_use)
     def asked(mixed_qkvz: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[bool, str]:

@@ -1,6 +1,6 @@
 """Replacements where SGLang 0.5.23 names CUDA although an out-of-tree platform runs.
 
-Four groups, in the order in which SGLang reaches them: the device module, kernels, graphs, attention.
+Groups, in the order in which SGLang reaches them: the device module, kernels, LoRA, graphs, attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_grap
 
 
 def device() -> None:
-    """Add the attributes to `torch.get_device_module("cpu")` that graph runners and backends use."""
+    """Set the attributes of `torch.cpu` and `torch.cuda` that graph runners and backends use."""
     torch.cpu.graph = graph.graph  # type: ignore[attr-defined]
     torch.cpu.graph_pool_handle = graph.graph_pool_handle  # type: ignore[attr-defined]
     torch.cpu.is_current_stream_capturing = graph.is_capturing  # type: ignore[attr-defined]
@@ -34,7 +34,11 @@ def device() -> None:
 
 
 def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the CPU platform's stand-ins, with each kernel's stand-in as one launch, and with host tensors marked."""
+    """Return the CPU platform's stand-ins. A call of a kernel's stand-in counts as one launch.
+
+    The stand-ins of `Tensor.cpu` and `Tensor.pin_memory` mark host tensors. Triton kernels and this plugin's operations
+    also become launches.
+    """
     launches = {
         name: graph.launch(stand_in) if isfunction(stand_in) and not name.startswith("torch.") else stand_in
         for name, stand_in in stand_ins.items()
@@ -49,7 +53,7 @@ def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lora() -> None:
-    """Mark LoRA's pinned allocations as the host's, and give SGLang's LoRA kernels (csgmv) a device name.
+    """Mark LoRA's pinned allocations as host tensors, and give SGLang's LoRA kernels (csgmv) a device name.
 
     Call this before the CPU platform's stand-ins are installed.
     """
@@ -64,7 +68,7 @@ def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch
 
 
 def _cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-    """Return a copy of a device tensor, because an alias would change with the device's next write."""
+    """Return a host copy of a device tensor. An alias would change with the device's next write."""
     return self if host.is_marked(self) else host.mark(self.clone())
 
 
@@ -82,7 +86,7 @@ def graphs() -> None:
     # Between segments of a prefill graph SGLang stores device tensors by address, but not "cpu" tensors.
     install.put({f"{_BREAKABLE}._weak_ref_if_tensor": graph.addresses})
 
-    # On "cpu" SGLang captures graphs only if torch.compile is enabled. The module reads no other flag.
+    # On "cpu" SGLang captures graphs only if torch.compile is enabled. `cuda_graph_setup` reads no other flag.
     def flags() -> SimpleNamespace:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         return SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=wanted))
@@ -91,7 +95,10 @@ def graphs() -> None:
 
 
 def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `init` to mark `seq_lens_cpu`, unless it aliases the device tensor, so that capture may read it."""
+    """Wrap `init` to mark `seq_lens_cpu` as a host tensor (`host.mark`), so that capture may read it.
+
+    `seq_lens_cpu` stays unmarked if it shares memory with the device tensor.
+    """
 
     @functools.wraps(init)
     def init_and_mark(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ ordered after earlier accesses that conflict with it. Otherwise `UnorderedAccess
 
 Views share the memory of their storage, and the pool of captured graphs is one memory. By the rule of CUDA's caching
 allocator, freed memory returns to its stream, whose next tensor may reuse it. So other streams must have finished with
-the memory before it is freed, or `record_stream` must have been called, which makes the allocator wait for them.
+the memory before it is freed. Otherwise `record_stream` is needed, which makes the allocator wait for them.
 
 `watch.py` determines which operations touch which memory.
 """
@@ -76,7 +76,7 @@ class Access(NamedTuple):
 
 
 def access(actor: Actor, what: str) -> Access:
-    """Record an access by `actor` now, at the innermost code outside torch and the emulation."""
+    """Return a new access by `actor`, called from the innermost code outside torch and the emulation."""
     return Access(actor, actor.act(), what, tuple(here()))
 
 
@@ -162,7 +162,7 @@ def _free(memory: Memory) -> None:
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-    """Let the allocator wait for `stream`: the tensor's memory is no longer checked when it is freed."""
+    """Let the allocator wait for `stream`. So the release of the tensor's memory is no longer checked."""
     memory_of(tensor).owner = None
 
 
@@ -236,7 +236,7 @@ _refusal: Callable[[str], Exception] | None = None
 
 
 def refuse_waits(refusal: Callable[[str], Exception] | None) -> None:
-    """Make waits of the host for a device raise the error that `refusal` returns. None allows waits again."""
+    """Refuse waits of the host from now on. A wait raises the error that `refusal` returns; None allows waits again."""
     global _refusal
     _refusal = refusal
 

@@ -1,4 +1,4 @@
-"""Recorder of a captured forward's launches, see `graph.py`."""
+"""Recorder of a captured forward's launches. See `graph.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INDEXES = {"aten::index", "aten::index_put", "aten::index_put_"}
 
 
 class CaptureError(RuntimeError):
-    """Error for an operation that CUDA does not permit while a stream is captured."""
+    """Error for a forward that CUDA could not capture or replay correctly, or that breaks a rule of `cost.py`."""
 
 
 class Node(NamedTuple):
@@ -39,7 +39,7 @@ class Node(NamedTuple):
     run: Callable[..., Any]
     args: tuple
     kwargs: dict[str, Any]
-    outs: tuple[torch.Tensor | None, ...]  # destination of each result; None for a view; () if `run` writes them
+    outs: tuple[torch.Tensor | None, ...]  # destination of each result; None for a view; () if `run` writes them itself
 
 
 class Tape(TorchDispatchMode):
@@ -144,7 +144,8 @@ class Tape(TorchDispatchMode):
 def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) -> Any:
     """Run the parts of a composite operation under `mode`. Returns NotImplemented for other operations.
 
-    In inference mode PyTorch does not decompose for modes, which hides whether `matmul` launches `mm` or `bmm`.
+    In inference mode PyTorch does not decompose operations for dispatch modes. Without this function a mode would not
+    see whether `matmul` launches `mm` or `bmm`.
     """
     TorchDispatchMode.__enter__(mode)  # not `mode.__enter__`: that of `watch.Watch` synchronizes all streams
     try:
@@ -169,7 +170,7 @@ def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
 
 
 def waits(func: Any, name: str, args: tuple, kwargs: dict) -> str:
-    """Return the reason why this operation makes the host wait for the device; "" if it does not."""
+    """Return the reason why this operation makes the host wait for the device; "" without a wait."""
     if name in WAITS:
         return name
     if name in INDEXES and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):

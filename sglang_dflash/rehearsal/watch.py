@@ -124,7 +124,7 @@ class Watch(TorchDispatchMode):
             memory.write(by)
 
     def wait(self) -> None:
-        """Let the host wait for the current stream. Inside a launch do nothing, because the host is not involved."""
+        """Let the host wait for the current stream. Does nothing inside a launch, which does not involve the host."""
         if _n_launches:
             return
         by = access(HOST, "")
@@ -210,7 +210,7 @@ def install() -> None:
 
 
 def pin(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Mark a tensor as the host's and pinned, so that copies from it may be asynchronous."""
+    """Mark a tensor as a pinned host tensor, so that copies from it may be asynchronous."""
     host.mark(tensor).untyped_storage().__dict__["pinned"] = True
     return tensor
 

@@ -1,7 +1,12 @@
-"""Arms of a benchmark: the servers that it starts and compares. All share their flags except for speculation.
+"""Arms of a benchmark: the servers that it starts and compares. They differ in speculation and environment.
 
-An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE` for additional environment variables. Flags are those of
-`python -m sglang.launch_server`, as in a model card. Flags that do not begin with `--speculative-` apply to all arms.
+    off      no speculation
+    mtp      the target's own MTP layers draft
+    stock    SGLang's DFLASH worker
+    ours     this plugin's worker
+
+`NAME:VAR=VALUE,VAR=VALUE` is an arm with additional environment variables. Flags are those of `python -m
+sglang.launch_server`, as in a model card. Flags that do not begin with `--speculative-` apply to all arms.
 """
 
 import re
@@ -34,21 +39,23 @@ class ServerCommand(NamedTuple):
     name: str
     command: tuple[str, ...]  # without host and port
     env: Mapping[str, str]  # added to this process's environment
-    ours: bool  # requires this plugin's worker
+    ours: bool  # the server must run this plugin's worker
 
 
 def launches(
     names: Sequence[str], flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}
 ) -> list[ServerCommand]:
-    """Return the commands of the arms in the order of `ARMS`; if `names` is empty, of all that the model supports.
+    """Return the commands of arms in the order of `ARMS`.
 
     Args:
+        names: names of the arms; empty: all arms that the model supports.
         flags: flags of a DFLASH server.
         mtp_steps: drafts per step of the arm `mtp`.
         env: environment variables of all arms.
 
     Raises:
-        ValueError: the flags are not a DFLASH server's, or an arm is unknown, unsupported by the model, or repeated.
+        ValueError: the flags name no model or not DFLASH, or the model's config.json is not available. Or an arm is
+            unknown, unsupported by the model, or differs from another only in a part of a path that documents omit.
     """
     model = value_of("--model-path", flags) or value_of("--model", flags)
     if model is None:
@@ -93,7 +100,7 @@ def environment_of(arm: str) -> dict[str, str]:
     """Return the environment after an arm's name. A comma separates variables if a name and `=` follow it.
 
     Raises:
-        ValueError: the text after the colon is no environment.
+        ValueError: the text after the colon is no environment, or sets PYTHONPATH.
     """
     _, colon, text = arm.partition(":")
     parts = re.split(r",(?=[A-Za-z_]\w*=)", text) if colon else []
@@ -158,7 +165,11 @@ def mtp_layers(model: str) -> int:
 
 
 def require_worker(server: Server, *, ours: bool) -> None:
-    """Check that the server's log announces this plugin's worker exactly if `ours`, or raise ServerError."""
+    """Check that the server runs this plugin's worker if `ours`, and another worker or none if not.
+
+    Raises:
+        ServerError: the server's log shows the opposite.
+    """
     serves = ANNOUNCEMENT in server.log_text()
     if serves != ours:
         raise ServerError(

@@ -1,6 +1,6 @@
 """JSON files of measurements (documents), with a header that describes machine, versions and commit.
 
-No document contains the host's name, or a path on it.
+The header contains neither the host's name nor an absolute path.
 """
 
 import importlib.metadata

@@ -1,6 +1,6 @@
 """SGLang server as a child process: start, wait until ready, send requests, and stop all its processes.
 
-Benchmarks, demo and tests use this class. The caller's command selects model and flags.
+Benchmarks, demo, `prove` and tests use `Server`. The caller's command selects model and flags.
 """
 
 import os
@@ -23,7 +23,7 @@ from sglang_dflash.servers.ports import HOST, port_is_free
 if TYPE_CHECKING:
     from openai import OpenAI
 
-GRACE_S = 20.0  # seconds to wait after a signal; SGLang ends within about five seconds of SIGTERM
+GRACE_S = 20.0  # seconds until a signal must have ended the group; SGLang ends within about five seconds of SIGTERM
 REQUEST_TIMEOUT_S = 300.0  # a step of a tiny model takes milliseconds, so minutes mean that the server hangs
 START_TIMEOUT_S = 1200.0  # seconds, only against hangs: a start takes about a minute, and a death is noticed earlier
 # The server closes connections that are idle for 5 s. A request on a connection that closes at that moment would fail.
@@ -74,9 +74,9 @@ class Process(Protocol):
 
 
 class Server:
-    """A server process with its port and log: a context manager, or call `start`, `wait_ready` and `stop`.
+    """Server process with its port and log. Use it as a context manager, or call `start`, `wait_ready` and `stop`.
 
-    The process leads a process group, so that `stop` also ends the processes it started.
+    The process leads a process group. `stop` ends the whole group, so also processes that the server has started.
     """
 
     ENDED_BY = (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL)
@@ -184,14 +184,14 @@ class Server:
             time.sleep(0.5)
 
     def pause(self) -> None:
-        """Suspend the whole group (SIGSTOP), so that it cannot disturb a measurement."""
+        """Suspend the whole group (SIGSTOP), so that the server cannot disturb a measurement."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         os.killpg(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End the whole group: SIGTERM, a grace period, SIGKILL. Does nothing if the process was never started.
+        """End the whole group: SIGTERM, a grace period, SIGKILL. Does nothing if no process is started.
 
         Raises:
             ServerError: the port is still taken afterwards.
@@ -202,7 +202,7 @@ class Server:
             if not self.processes():
                 break
             os.killpg(self.pid, sign)
-            if sign != signal.SIGCONT:  # a paused process cannot end by itself
+            if sign != signal.SIGCONT:  # SIGCONT only lets a paused process handle SIGTERM
                 self._wait_gone(GRACE_S)
         self._process.wait()
         self._process = None
