@@ -104,7 +104,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Kill processes that an interrupted run leaves, because xdist kills its workers before fixtures can stop them."""
+    """Kill processes that an interrupted run leaves, and remove its model cache.
+
+    xdist kills its workers before their fixtures can stop servers.
+    """
     if not hasattr(config, "workerinput"):
         for process in psutil.process_iter():
             if process.pid != os.getpid() and run_of(process) == str(os.getpid()):

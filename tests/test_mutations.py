@@ -1,4 +1,4 @@
-"""Rows of tests/mutations match the code and name existing tests; `python -m tests.tools.mutate` runs them."""
+"""Rows of tests/mutations must match the code and name existing tests. `python -m tests.tools.mutate` runs the rows."""
 
 import ast
 

@@ -1,7 +1,8 @@
 """Layers: a file may import only its own room and rooms on lower floors of `FLOORS`.
 
-A room is a folder of `sglang_dflash/` or a file at its top. Code is parsed, not imported. Imports inside functions and
-for type checkers count too. Unit tests of room X are in tests/unit/X.
+A room is a folder of `sglang_dflash/`, a file directly in this folder, or the package of kernels. Code is parsed, not
+imported. Imports inside functions and for type checkers count too. If room X is a folder, its unit tests are in
+tests/unit/X.
 """
 
 import ast
@@ -48,7 +49,7 @@ def imported(source: str) -> Iterator[str]:
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    """Return the modules of this project that each of its modules imports."""
+    """Return, by module of this project, the other modules of this project that it imports."""
     known = files()
     found: dict[str, set[str]] = {}
     for module, path in known.items():
@@ -87,7 +88,11 @@ def test_imports_have_no_cycle() -> None:
 
 
 def misplaced(paths: Iterable[str], rooms: set[str]) -> list[str]:
-    """Return misplaced files of `tests`: unit tests outside folders of rooms, and helpers in folders for tests."""
+    """Return the misplaced files, given paths below `tests`.
+
+    Only tests and conftest.py may lie in `unit`, in folders of `unit` (which must be named like rooms) and in `server`.
+    Helpers of `server` lie in its folders.
+    """
 
     def is_misplaced(folder: str, *rest: str) -> bool:
         *folders, name = rest

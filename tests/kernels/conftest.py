@@ -37,7 +37,10 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with -7 (integers) or NaN, so that a comparison fails if a kernel leaves an element unwritten."""
+    """Fill memory of `torch.empty` and `empty_like` with -7 (integers) or NaN.
+
+    So a comparison fails if a kernel leaves an element unwritten.
+    """
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_poison(*args: object, **kwargs: object) -> torch.Tensor:

@@ -89,7 +89,7 @@ def test_hand_worked_rows():
         torch.tensor([0, 1, 1, 0]),
         torch.tensor([5, 2, 3, 4]),
         caches=caches,
-        # K (3, 4) has mean square 12.5, with eps 16, so K is divided by 4: (0.75, 1), times the weight (1.5, 3).
+        # K is (3, 4). Mean square 12.5 plus eps is 16, so K is divided by 4: (0.75, 1). With the weights: (1.5, 3).
         key=KeyTransform(quarter_turn_at_1, torch.tensor([[2.0, 3.0]]), eps=3.5),
         n_kept_B=torch.tensor([2, 1], dtype=torch.int32),
     )
@@ -99,7 +99,7 @@ def test_hand_worked_rows():
 
 @FORMS
 def test_key_is_rounded_where_the_model_rounds(op, device):
-    """bf16 cannot hold 1 + 2^-8: K is rounded to 1 after the norm, and again after the rotation."""
+    """bf16 cannot hold 1 + 2^-8, so K must be rounded to 1 after the norm, and again after the rotation."""
     tiny = 2.0**-8
     weight_LE = torch.tensor([[1 + tiny, 1.0]], device=device)
     cos_sin_PR = torch.tensor([[1.0, 1.0], [1 + tiny, 0.0]], device=device)
@@ -152,7 +152,7 @@ def test_kernel_is_the_definition(sizes, dtype, normed, prefill, device):
 @pytest.mark.parametrize("cache_dtype", [FP32, FP16, BF16, FP8], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
-    """Values that every dtype holds arrive unchanged; fp8 cannot hold 1000 and saturates."""
+    """Values that the cache's dtype can hold arrive unchanged. fp8 cannot hold 1000, and stores 448 instead."""
     row = torch.tensor([1000.0, -1000.0, 0.5, -448.0], device=device)
     kv_TLGE = row.to(dtype).view(1, 1, 1, 4)
     caches = ContextCaches.build(*([torch.zeros(3, 1, 4, device=device).to(cache_dtype)] for _ in range(2)))
@@ -167,7 +167,7 @@ def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
 
 @FORMS
 def test_slots_may_be_strided(op, device):
-    """Slots are strided in a pool that stores K and V of a slot side by side, here followed by two other rows."""
+    """Slots are strided if a pool stores K and V of a slot side by side. Here two other rows follow K and V."""
     pool_S4GE = torch.full((3, 4, 2, 2), -1.0, device=device)
     caches = ContextCaches.build([pool_S4GE[:, 0]], [pool_S4GE[:, 1]])
     k_TLGE = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device).view(1, 1, 2, 2)

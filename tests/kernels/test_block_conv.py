@@ -11,7 +11,10 @@ ALL_FORMS = pytest.mark.parametrize(
 
 
 def inputs(B, N, S, J, G, *, dtype=FP32, side=0, device="cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `x_TH`, `change_TSJ` and `base_SH` of one side; J groups have G channels each, and H = J * G."""
+    """Return `x_TH`, `change_TSJ` and `base_SH` for J groups of G channels, so H = J * G.
+
+    The projection has a change for the convolution before a sublayer (`side` 0) and for the one after it (1).
+    """
     change_T2SJ = torch.randn(B * N, 2, S, J, device=device).to(dtype)
     base_2SH = torch.randn(2, S, J * G, device=device).to(dtype)
     return torch.randn(B * N, J * G, device=device).to(dtype), change_T2SJ[:, side], base_2SH[side]
@@ -77,7 +80,7 @@ def test_both_forms_are_the_definition(sizes, form, dtype, side, device):
 
 @ALL_FORMS
 def test_taps_are_summed_in_fp32(form, device):
-    """In fp16 numbers above 2048 are multiples of 2, so 2048 + 1 - 2048 is 1 only if summed in fp32."""
+    """In fp16, numbers above 2048 are multiples of 2. So 2048 + 1 - 2048 is 1 only if summed in fp32."""
     x_TH = torch.ones(2, 1, dtype=FP16, device=device)
     base_SH = torch.tensor([[2048.0], [0.0]], dtype=FP16, device=device)
     change_TSJ = torch.tensor([[[0.0], [0.0]], [[1.0], [-2048.0]]], dtype=FP16, device=device)
@@ -113,7 +116,7 @@ def test_dtypes_may_differ(device):
 
 
 def convolve(**changes) -> None:
-    """Make a valid call (two blocks of four, two groups of three channels, two taps) with `changes`."""
+    """Call `block_conv` on two blocks of four, two groups of three channels and two taps, but for `changes`."""
     x_TH, change_TSJ, base_SH = inputs(2, 4, 2, 2, 3)
     block_conv(**({"x_TH": x_TH, "change_TSJ": change_TSJ, "base_SH": base_SH, "block_size": 4} | changes))
 

@@ -1,4 +1,4 @@
-"""Cases of `kernels/cases`: each kernel agrees with its definition, on a GPU or in Triton's interpreter."""
+"""Cases of `kernels/cases`: each kernel must agree with its definition, on a GPU or in Triton's interpreter."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def test_kernel_agrees_with_its_definition(op: str, cases: list[Case], kernels: 
 
 
 def each_in_and_out(sizes: Sizes) -> Iterator[tuple[str, int]]:
-    """Yield the expected bytes of the case B=3 N=16, for ops that read each input and write each output once."""
+    """Yield the least number of bytes of case B=3 N=16, for ops that read each input and write each output once."""
     B, N, V = 3, 16, sizes.n_vocab
     yield "penalise", B * N * V * 8 + B * V * 4  # logits read and written, counts read
     yield "plan_block", B * (8 + 8 + 8) + B * N * (4 + 8 + 8 + 8)

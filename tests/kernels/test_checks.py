@@ -1,4 +1,4 @@
-"""Arguments that ops refuse, and the choice between an op's CPU form (torch) and GPU form (Triton kernel)."""
+"""Ops must refuse arguments that do not fit, and choose CPU form or GPU form (Triton kernel) by the tensors' device."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_other_tensors_run_the_kernel():
 
 
 def test_forms_are_overridden_for_all_ops(monkeypatch):
-    monkeypatch.setattr(Forms, "_override", None)  # back to this when the test ends
+    monkeypatch.setattr(Forms, "_override", None)  # so that pytest undoes the override when the test ends
     override(lambda forms: forms.on_gpu)
     assert Forms(on_cpu=min, on_gpu=max).form_for(torch.zeros(1)) is max
 
@@ -67,7 +67,7 @@ def test_plan_block_refuses_another_table_dtype():
 
 
 def append(**changes) -> None:
-    """Make a valid call (two requests of two rows, one layer of two heads of 8) with `changes`."""
+    """Call `append_context` on two requests of two rows and one layer of two heads of 8, but for `changes`."""
     cache_L = [torch.zeros(5, 2, 8)]
     args = {
         "k_TLGE": torch.zeros(4, 1, 2, 8), "v_TLGE": torch.zeros(4, 1, 2, 8),

@@ -1,4 +1,4 @@
-"""The CPU stand-in for SGLang's kernel `fused_commit_track_indices` gives the same results as the kernel."""
+"""The CPU replacement of SGLang's kernel `fused_commit_track_indices` must return the same as the kernel."""
 
 import torch
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import fused_commit_track_indices
@@ -7,7 +7,7 @@ from sglang_dflash.cpu import mamba_state
 
 
 def test_commit_slots_equal_sglangs_kernel(device):
-    """Cover all prefix lengths around two multiples of the interval, and all numbers of committed tokens."""
+    """Cover prefix lengths on both sides of two multiples of the interval, and all numbers of committed tokens."""
     interval = 8
     for width in (2, 5, 12):
         cases = [(prefix, n) for prefix in range(20) for n in range(1, width + 1)]

@@ -1,4 +1,7 @@
-"""`tests/tools/compile_kernels.py`, run in its own processes, compiles every kernel for GPUs that are not present."""
+"""Compilation of every kernel for absent GPUs, by `tests/tools/compile_kernels.py` in a process of its own.
+
+Kernels must not spill registers. The compiled specialisations must be exactly those that `specialisations` lists.
+"""
 
 import json
 import os
@@ -13,7 +16,7 @@ from sglang_dflash_kernels import specialisations
 from tests.tools import sass
 
 ROOT = Path(__file__).parents[2]
-SERVER = specialisations.Server(  # configuration whose launches `compile_kernels --short` makes
+SERVER = specialisations.Server(  # `compile_kernels --short` makes the launches of this server
     widths=(1, 2, 4, 6, 8, 12, 16, 24, 32), block_size=16, batch_sizes=(1, 2, 3, 8, 16, 64), n_value_heads=48,
     value_width=128, tracks=True,
 )  # fmt: skip

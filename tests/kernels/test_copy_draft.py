@@ -23,7 +23,7 @@ from sglang_dflash_kernels.copy_draft import (
 FORMS = pytest.mark.parametrize(
     "form", [copy_draft_ref, copy_draft_numpy, copy_draft_triton], ids=["definition", "numpy", "kernel"]
 )
-ALWAYS, NEVER = 100, -100  # values of `gain` with which every match is trusted, or none
+ALWAYS, NEVER = 100, -100  # values of `gain`: every match is trusted; no match is trusted
 
 
 def counts(n_rows: int, gain: int = 0) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_nothing_is_written_past_a_row(form) -> None:
 
 
 def drawn(B: int, N: int, n_text: int, n_words: int, device: str = "cpu") -> tuple[torch.Tensor, Texts]:
-    """Draw random blocks and token histories from `n_words` ids, with placeholders (-1).
+    """Draw random blocks, and token histories that also have placeholders (-1), from `n_words` token ids.
 
     Rows are in random order and longer than their history.
     """
@@ -179,7 +179,7 @@ def run_backwards(monkeypatch) -> None:
 @pytest.mark.parametrize("n_programs", [1, 2, 3, 7])
 @pytest.mark.parametrize("N", [5, 20])
 def test_programs_that_share_a_text_agree_with_one_program(N, n_programs, backwards, device, monkeypatch) -> None:
-    """With three token ids, many tiles have equally long matches, and longer matches come before shorter ones."""
+    """With three token ids, many tiles have matches of equal length, and the longest match is not always the last."""
     torch.manual_seed(N + n_programs)
     kernel = importlib.import_module("sglang_dflash_kernels.copy_draft")
     for name in ("PROGRAMS", "LEAST"):
@@ -202,7 +202,7 @@ def test_a_match_that_crosses_two_tiles_is_whole(form, end) -> None:
 
 
 def test_a_text_longer_than_a_pass_of_its_programs(device) -> None:
-    """Each of 40 texts gets LEAST programs, which search LEAST tiles in one pass; one text is longer."""
+    """Each of 40 texts gets LEAST programs, which search LEAST tiles in one pass. Two texts need more tiles."""
     torch.manual_seed(0)
     B, n = 40, LEAST * TILE + 200
     tokens_BN, texts = drawn(B, 4, n, 3, device)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet verify and fold: definitions against a recurrence written by hand, both forms against definitions."""
+"""Gated DeltaNet verify and fold: definitions must equal a recurrence written by hand, and forms their definitions."""
 
 import math
 from typing import NamedTuple
@@ -65,7 +65,7 @@ def expected_of(x: dict[str, torch.Tensor], b: int) -> Expected:
 
 
 def test_the_definitions_are_the_recurrence():
-    """Recurrence of one head: decay the state, correct what it returns for the key towards the value, then query it."""
+    """Recurrence of one head: decay the state, move the state's output for the key towards the value, then query it."""
     x = inputs(1, 2, 1, 1, 2, 2, "cpu")
     state = x["state_SHVK"][x["slot_B"][0], 0].tolist()
     outputs, deltas = [], []
@@ -174,7 +174,10 @@ def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device
 
 
 def one_head(q: list[float], k: list[float], v: list[float], a: float, device: str) -> dict[str, torch.Tensor]:
-    """Return inputs of two equal tokens of one head, and a state of ones. Beta is about 1, log decay `-a / 100`."""
+    """Return inputs of two equal tokens of one head, and a state of ones.
+
+    Beta is about 1. The log decay is -softplus(a) / 100, so about -a / 100 for large `a`.
+    """
     return {
         "q_TGK": torch.tensor([[q]] * 2, device=device), "k_TGK": torch.tensor([[k]] * 2, device=device),
         "v_THV": torch.tensor([[v]] * 2, device=device), "a_TH": torch.full((2, 1), a, device=device),
@@ -187,7 +190,7 @@ def one_head(q: list[float], k: list[float], v: list[float], a: float, device: s
 
 @pytest.mark.parametrize(("verify", "fold"), FORMS)
 def test_large_gate_decays_linearly(verify, fold, device):
-    """softplus of 30 is 30, so the log decay is 0.3 per token."""
+    """softplus(30) is 30 in fp32, so the log decay is -0.3 per token."""
     x = one_head([1.0, 0.0], [0.0, 1.0], [0.0, 0.0], 30.0, device)
     out_THV = verify(*arguments(x))
     torch.testing.assert_close(x["record_RNX"][0, :, -1].cpu(), torch.tensor([-0.3, -0.6]))
@@ -265,7 +268,7 @@ def test_products_of_bfloat16_are_exact(state_dtype, device, bfloat16_dots):
 
 @pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 3), (torch.float16, 2), (torch.bfloat16, 1)], ids=str)
 def test_a_state_is_the_exact_sum_of_bfloat16_numbers(dtype, parts):
-    """PyTorch rounds to nearest, as hardware does; the interpreter truncates."""
+    """The splitting is done by PyTorch, which rounds to nearest as hardware does. Triton's interpreter truncates."""
     assert N_BFLOAT16S[dtype] == parts
     rest = (torch.randn(100_000) * torch.logspace(-6, 4, 100_000)).to(dtype).float()
     for _ in range(parts):

@@ -10,7 +10,7 @@ INF = float("inf")
 
 
 def asked(*requests: dict, device: str = "cpu") -> Asked:
-    """`asked({"index": 1, "row": 0, "presence": 0.5, "stop": [3]})`; the other fields are neutral."""
+    """Build `Asked`, as in `asked({"index": 1, "row": 0, "presence": 0.5, "stop": [3]})`. Other fields are neutral."""
     longest = max([1, *(len(request.get("stop", [])) for request in requests)])
 
     def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ FORMS = pytest.mark.parametrize(
 
 
 def inputs(B, D, K, R, V, *, dtype=FP32, whole=False, device="cpu") -> dict[str, torch.Tensor]:
-    """Draw random inputs; with `whole` small integers, so that every sum is exact and many scores tie."""
+    """Draw random inputs. With `whole`, values are -1, 0 or 1, so that every sum is exact and many scores tie."""
 
     def values(*size: int) -> torch.Tensor:
         return torch.randint(-1, 2, size, device=device).float() if whole else torch.randn(size, device=device)
@@ -32,7 +32,7 @@ def run(form, x: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def scores(x: dict[str, torch.Tensor], b: int, d: int, previous: int) -> torch.Tensor:
-    """Return the scores of a slot's candidates after `previous`, one product at a time, in float64."""
+    """Return the scores of a slot's candidates after `previous`, one candidate at a time, in float64."""
     wanted = x["predecessor_VR"][previous].double() * x["query_BDR"][b, d].double()
     own_K, tokens_K = x["unary_BDK"][b, d].tolist(), x["candidates_BDK"][b, d].tolist()
     rows = (x["successor_VR"][token].double() for token in tokens_K)
@@ -40,7 +40,7 @@ def scores(x: dict[str, torch.Tensor], b: int, d: int, previous: int) -> torch.T
 
 
 def sequential(x: dict[str, torch.Tensor]) -> list[list[int]]:
-    """Return the paths, for inputs whose sums are exact; of equal scores the first wins."""
+    """Return the path of each request, slot by slot. Of equal scores the first wins, so sums must be exact."""
     B, D, _ = x["candidates_BDK"].shape
     paths = []
     for b in range(B):
@@ -53,7 +53,7 @@ def sequential(x: dict[str, torch.Tensor]) -> list[list[int]]:
 
 
 def test_hand_worked_path():
-    """Pair scores after anchor 0 use only dimension 0; after token 2 dimension 1, which the second query negates."""
+    """After anchor 0, pair scores use only dimension 0. After token 2, only dimension 1, which query 2 negates."""
     predecessor_VR = torch.tensor([[1.0, 0.0], [9.0, 9.0], [0.0, 1.0], [9.0, 9.0]])
     successor_VR = torch.tensor([[0.0, 0.0], [0.0, 4.0], [3.0, 0.0], [0.0, -5.0]])
     args: dict[str, Any] = {
@@ -111,7 +111,10 @@ def test_every_choice_is_the_best_but_for_rounding(sizes, dtype, form, device):
 
 @FORMS
 def test_the_first_of_equal_candidates_wins(form, device):
-    """Ties by slot: all candidates; the last two; all at -inf; those after five at -inf. The sums are rounded."""
+    """Tied candidates, slot by slot: all; the last two; all, at -inf; all after the first five, which are at -inf.
+
+    Sums of equal candidates must be rounded alike.
+    """
     x = inputs(1, 4, 16, 100, 50, device=device)
     x["successor_VR"][:] = x["successor_VR"][0].clone()
     x["unary_BDK"][:] = 0
@@ -160,7 +163,7 @@ def test_nan_scores_choose_a_token_of_the_table(form, device):
 
 
 def call(**changes) -> None:
-    """Make a valid call (two requests of three slots of four candidates, rank five, seven tokens) with `changes`."""
+    """Call `select_path` on two requests, three slots, four candidates, rank 5 and seven tokens, but for `changes`."""
     select_path(**(inputs(2, 3, 4, 5, 7) | changes))
 
 

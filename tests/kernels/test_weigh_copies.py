@@ -67,7 +67,7 @@ def test_hand_worked_counts(form, text, block, committed, before, want) -> None:
 
 @FORMS
 def test_block_without_a_match_reads_no_other_request(form) -> None:
-    """Request 0 has no match. In memory the first place of request 1, which has a match, follows its last place."""
+    """Request 0 has no match. In memory its last place is followed by the first place of request 1, which has one."""
     text_QM = torch.tensor([TEXT + [77] * 9] * 2, dtype=torch.int32)
     counts_QK2 = torch.zeros(2, N_CLASSES, 2, dtype=torch.int32)
     texts = Texts(torch.tensor([len(TEXT)] * 2), torch.arange(2), text_QM, counts_QK2)

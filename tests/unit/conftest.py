@@ -1,4 +1,4 @@
-"""Fixtures that undo a test's changes: cached environment flags, and hooks on SGLang's classes."""
+"""Fixtures that undo a test's changes: cached environment flags, and hooks on SGLang's functions."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def flags_are_read_again() -> None:
 
 @pytest.fixture(autouse=True)
 def hooks_are_taken_off() -> Iterator[None]:
-    """Remove hooks that a test has set. Hooks of a loaded plugin stay, because SGLang loads it once per process."""
+    """Remove hooks that a test has set. Hooks of a loaded plugin stay: SGLang loads a plugin only once per process."""
     yield
     if module := sys.modules.get("sglang.srt.plugins.hook_registry"):
         registry = module.HookRegistry

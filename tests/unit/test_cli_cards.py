@@ -1,4 +1,4 @@
-"""SGLang command lines of the published drafts' model cards: parsed with the plugin loaded, also with old flag names.
+"""Command lines of the published drafts' model cards must parse with the plugin loaded, old flag names included.
 
 Model paths are replaced by local ones. There is no GPU, so a line is tested in two steps: SGLang parses it, then
 `config.combine` chooses the draft's backend for the GPU that the model card names.

@@ -1,4 +1,7 @@
-"""Hooks on SGLang: all of `HOOKS` are set, and reservations, draft positions and transferred states are right."""
+"""Hooks on SGLang: all of `HOOKS` must be set. Reservations and draft positions must suffice for the widest verify.
+
+A decode server must continue from the token that was transferred to it.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -43,7 +46,7 @@ def test_every_listed_hook_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_reservation_is_as_wide_as_the_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang reserves KV slots and sizes rows of req_to_token by `speculative_num_draft_tokens`."""
+    """`speculative_num_draft_tokens` sets how many KV slots SGLang reserves, and the row length of req_to_token."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sglang_dflash.config import DFlashConfig

@@ -1,4 +1,4 @@
-"""MLX backend in an environment without torch and SGLang, and its reference answers."""
+"""The MLX backend must pass its checks in an environment without torch and SGLang. Its oracle must be reproducible."""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Decisions of the plugin's hooks, with stand-ins for SGLang. `test_plugin_launch.py` runs the real SGLang."""
+"""Decisions of the plugin's hooks, with stand-ins for the parts of SGLang that call them.
+
+`test_plugin_launch.py` runs SGLang's launch command.
+"""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Bad input to the real launch command: each ends the launch with one clear sentence and a non-zero exit status.
+"""Bad input to SGLang's launch command must end the launch with one clear sentence and a non-zero exit status.
 
 Every launch here fails in SGLang's launch entry point, before it starts processes.
 """

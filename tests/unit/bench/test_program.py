@@ -277,7 +277,7 @@ def test_near_ties_are_forgiven_on_request(bench, serve):
     assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}
     with pytest.raises(GateError, match="10 answers differ from those of off"):
         bench(*asked, "0.4", *serve)
-    with pytest.raises(GateError, match="10 answers differ from those of off"):  # less likely than both
+    with pytest.raises(GateError, match="10 answers differ from those of off"):  # token not among the likeliest
         bench(*[word.replace("OFFSET=1", "OFFSET=2") for word in asked], "9", *serve)
 
 

@@ -1,4 +1,4 @@
-"""Capacity: computed bytes equal those of SGLang's pools, and memory is divided as by SGLang's code."""
+"""Capacity: computed bytes must equal those of SGLang's pools, and memory must be divided as SGLang divides it."""
 
 from dataclasses import replace
 from functools import partial
@@ -52,7 +52,7 @@ def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("kind", [RecordPool, MambaPool])
 def test_recurrent_bytes_equal_allocated_bytes(kind, tp_size, monkeypatch):
-    # Captured batches have at most `n_requests` rows. Rounded up as by SGLang, they could need more rows in the pool.
+    # SGLang rounds the largest captured batch up, so the pool could need more rows. Here the batch is not rounded.
     monkeypatch.setattr("sglang_dflash.memory.records.get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     n_slots, n_requests, n_tokens = 6, 4, 8
     rank = TINY.shard(tp_size)
@@ -95,7 +95,7 @@ def test_pool_and_report_share_their_formula():
     [(2048, 16, 1, 2064), (2048, 16, 64, 2176), (16, 16, 1, 32), (1, 2, 128, 256), (100, 8, 16, 128)],
 )
 def test_ring_slots(window, block, page, slots):
-    """With pages of 64, up to 63 slots before the window, 2048 of the window and 16 of the block, rounded up: 2176."""
+    """With pages of 64, up to 63 slots precede the 2048 of the window and the 16 of the block. Rounded up: 2176."""
     assert ring_slots(window, block, page) == slots
     # Window and block fit, wherever in a page the window begins.
     assert all(sizes.round_up(start + window + block, page) <= slots for start in range(page))
@@ -170,10 +170,10 @@ LAUNCHES = (  # memory of the card in GiB, and changes to `Serving`
 @pytest.mark.parametrize("radix", RadixStates)
 @pytest.mark.parametrize(("card_gib", "changes"), LAUNCHES)
 def test_memory_is_divided_as_sglang_does(worker, radix, card_gib, changes, monkeypatch):
-    """Slots, tokens and requests equal SGLang's.
+    """Slots, tokens and requests must equal SGLang's.
 
-    Without a prefix cache SGLang allocates states for `max_requests` requests, even if they do not fit. So that case
-    has only twelve requests.
+    Without a prefix cache, SGLang's worker allocates states for `max_requests` requests, even if they do not fit. So
+    this case has only twelve requests.
     """
     if radix is RadixStates.OFF and worker is Worker.STOCK:
         changes = changes | {"max_requests": 12}

@@ -228,7 +228,7 @@ def test_a_width_out_of_range_is_noticed_without_a_launch(width, monkeypatch):
 
 
 def test_the_report_of_an_installation_imports_no_sglang():
-    """Importing SGLang takes 15 s and importing torch 2 s, so this report imports neither."""
+    """Importing SGLang takes 15 s and importing torch 2 s, so this report must import neither."""
     program = (
         "import sys; from sglang_dflash.check.__main__ import main; status = main([]); "
         "sys.exit(status or repr({'sglang', 'torch'} & set(sys.modules)))"

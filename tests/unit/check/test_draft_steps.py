@@ -1,4 +1,4 @@
-"""`check --draft-steps`: the tiny draft passes, shifted slots are recognised, another target's draft is refused."""
+"""`check --draft-steps` must pass the tiny draft, recognise shifted slots and refuse another target's draft."""
 
 import pytest
 import torch

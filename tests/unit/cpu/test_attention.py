@@ -1,4 +1,4 @@
-"""Paged attention on CPU, compared in fp64 with its definition for single requests, queries and heads."""
+"""Paged attention on CPU must equal its definition, which computes one query and head at a time in fp64."""
 
 from types import SimpleNamespace
 
@@ -100,7 +100,7 @@ def block_batch(rows: list[int], prefix_lens: list[int], n_block: int, **spec: o
 @pytest.mark.parametrize("max_rectangle", [attention.MAX_RECTANGLE, 40])
 @pytest.mark.parametrize(("prefix_lens", "n_block"), [([7], 1), ([0], 5), ([20, 0, 3], 8)], ids=str)
 def test_block(pool, masked, prefix_lens, n_block, max_rectangle, monkeypatch):
-    """`MASKS` has the masks of verify (causal) and of draft layers (whole block, or a window)."""
+    """`MASKS` has the masks of verify (causal) and of draft layers (whole block), each also with a window."""
     monkeypatch.setattr(attention, "MAX_RECTANGLE", max_rectangle)
     layer, sees = masked
     rows = [4, 0, 3][: len(prefix_lens)]
@@ -138,7 +138,7 @@ def test_extend(pool, masked, parts, max_queries, monkeypatch):
 
 
 def test_requests_do_not_affect_their_neighbours(pool):
-    """Padding of a short request never reads another request's slots, here NaN, and never changes the result."""
+    """The longer neighbour must not change a result. The short request's slots after its last token hold NaN."""
     q, backend = torch.randn(2, A * E), backend_of(pool)
     batch = batch_of(ForwardMode.DECODE, [4, 0], seq_lens=torch.tensor([5, 30]))
     pool.req_to_token[4], pool.req_to_token[0] = torch.arange(WIDTH), torch.arange(100, 100 + WIDTH)

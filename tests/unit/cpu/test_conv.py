@@ -1,4 +1,4 @@
-"""Causal convolution on CPU, compared with its definition over the last W inputs, one token at a time."""
+"""Causal convolution on CPU must equal its definition over the last W inputs, computed one token at a time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gated delta rule on CPU, compared with its definition token by token and with Transformers' Qwen3.5."""
+"""The gated delta rule on CPU must equal its definition, one token at a time, and Transformers' Qwen3.5."""
 
 import pytest
 import torch

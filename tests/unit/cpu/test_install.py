@@ -1,4 +1,4 @@
-"""CPU platform: activation, and the replacement of SGLang's kernels by stand-ins."""
+"""The CPU platform must be active without an accelerator, and replace SGLang's kernels by stand-ins."""
 
 import re
 import subprocess
@@ -147,7 +147,7 @@ print("checked", len(install._originals))
 
 @pytest.mark.ci
 def test_stand_ins_fit_the_installed_sglang():
-    """A separate process imports SGLang's modules, patches and verifies them, and compares every signature."""
+    """Import and patch SGLang in a separate process, and compare the stand-ins' signatures with the originals'."""
     out = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr[-2000:]
     assert out.stdout.split()[-2:] == ["checked", "43"]

@@ -1,4 +1,4 @@
-"""Norms, gates and splits of projections, compared with definitions that compute one row or head at a time."""
+"""Norms, gates and splits of projections must equal definitions that compute one row or head at a time."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Products with quantized weights, compared with scalar arithmetic."""
+"""Products with quantized weights must equal scalar arithmetic."""
 
 from itertools import product
 

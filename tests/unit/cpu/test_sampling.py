@@ -1,4 +1,4 @@
-"""Sampled verification of a draft chain: a hand-worked case, the sequential rule, and the resulting distribution."""
+"""Sampled verification of a draft chain must follow the sequential rule, and emit the target's distribution."""
 
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ def test_hand_worked():
     candidates = torch.tensor([[0, 1, 0]]).expand(4, 3).contiguous()  # anchor, then drafts of probability .6 and .5
     coins = torch.tensor([[0.5, 0.4, 0], [0.5, 0.6, 0], [0.7, 0, 0], [0.7, 0, 0]])
     got = verify(candidates, probs, coins, torch.tensor([0.3, 0.39, 0.2, 0.5]))
-    # After the kept drafts, the first token is chosen whose cumulative weight exceeds the last coin times their sum:
+    # After the kept drafts comes the first token whose cumulative weight exceeds the last coin times the weights' sum:
     #   request 0 keeps both drafts, .3 in [.2 .2 .6] gives 1
     #   request 1 keeps one draft, .39 * .5 in [0 .2 .3] gives 1
     #   requests 2 and 3 keep none, .2 * .4 and .5 * .4 in [.1 0 .3] give 0 and 2

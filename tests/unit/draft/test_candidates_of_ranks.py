@@ -1,4 +1,4 @@
-"""Best candidates of ranks that each have a shard of the head: equal to the best of the whole vocabulary."""
+"""Ranks that each have a shard of the head must find the best candidates of the whole vocabulary."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checkpoint reader: the fields of a valid draft, and the refusal of every invalid one."""
+"""The checkpoint reader must read the fields of a valid draft, and refuse an invalid one in one sentence."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Dialects of config.json by other trainers: read as the same draft, or refused by the dialect's name."""
+"""Dialects of config.json by other trainers must be read as the same draft, or refused by name."""
 
 import json
 from pathlib import Path
@@ -123,7 +123,7 @@ def test_a_target_is_not_recognised_as_a_draft():
 
 
 def test_sglang_reads_a_dialect_through_this_reader(tmp_path):
-    """SGLang's own reader refuses a speculators draft, because config.json has no known `model_type`."""
+    """SGLang's own reader refuses a draft saved by `speculators`, because its config.json has no known `model_type`."""
     from sglang.srt.utils.hf_transformers.config import get_config
 
     from sglang_dflash.draft.sglang_config import read_draft

@@ -1,4 +1,7 @@
-"""One reader of config.json: the server, the plain-torch draft and the trainer's files agree."""
+"""Server and plain-torch draft must read equal fields from a config.json, also from one that the draft has saved.
+
+Both must refuse the same files.
+"""
 
 import json
 from collections.abc import Callable
@@ -19,7 +22,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 
-# case: (changes to the config.json of `fixtures/checkpoints.py`, fields that are read). None removes a field.
+# By case: changes to the config.json of `fixtures/checkpoints.py` (None removes a field), and fields that are read.
 ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unchanged": ({}, {"layer_types": (FULL, FULL), "sliding_window": None, "rope_parameters": ROPE, "block_size": 8}),
     "output_multiplier": ({"dflash_config": {"output_multiplier": 0.5}}, {"output_multiplier": 0.5}),

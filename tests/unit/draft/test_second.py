@@ -1,4 +1,4 @@
-"""DFlash 2's convolution and candidate selector in SGLang's form, compared with the plain-torch draft."""
+"""DFlash 2's convolution and candidate selector in SGLang's form must equal those of the plain-torch draft."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -71,7 +71,7 @@ def test_the_path_equals_plain_torch(fields: dict[str, float | None]) -> None:
 
 
 class Products(TorchDispatchMode):
-    """A list of the matrix products that run inside the context."""
+    """Recorder of the matrix products that run inside the context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weight updates from disk: each checkpoint reaches its own model, and each tensor its parameter."""
+"""Weight updates from disk: each checkpoint must reach its own model, and each tensor its parameter."""
 
 import json
 from collections.abc import Callable
@@ -79,9 +79,9 @@ def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
 
 
 def test_all_fields_that_models_are_built_from_are_compared() -> None:
-    """Changing any of the seven fields `left_out` does not change the built draft.
+    """A draft is built alike for all values of the seven fields `left_out`, except `vocab_size` with a selector.
 
-    `vocab_size` is compared separately, for a draft with a selector.
+    If the draft has a selector, `vocab_size` is compared separately.
     """
     left_out = {
         "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",

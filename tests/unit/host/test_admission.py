@@ -1,4 +1,4 @@
-"""Admission: requests that are refused before a scheduler gets them."""
+"""Admission must refuse bad requests before a scheduler gets them, and let harmless ones pass."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention backends that may run a draft. The rules are plain functions, so a CPU tests them for every GPU."""
+"""Attention backends that may run a draft. The rules are plain functions, so they are tested for every GPU on a CPU."""
 
 import itertools
 
@@ -17,7 +17,7 @@ E4M3 = "fp8_e4m3"
 @pytest.mark.parametrize(
     ("name", "device", "kv_dtype", "fits"),
     [
-        # An H200 has fa3 and fa4.
+        # fa3 and fa4. An H200 (sm90) runs both.
         ("fa3", "sm90", "auto", True),
         ("fa3", "sm90", E4M3, True),
         ("fa3", "sm80", "auto", True),

@@ -1,4 +1,4 @@
-"""DraftInput: the state that the scheduler carries between two steps, and the slots it reserves."""
+"""DraftInput: the state that the scheduler carries between two steps, and the KV slots reserved for a step."""
 
 from types import SimpleNamespace
 from typing import Any

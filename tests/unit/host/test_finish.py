@@ -1,4 +1,4 @@
-"""Finish conditions: an answer ends at the same token with several tokens per step as with one token per step."""
+"""An answer must end at the same token with several tokens per step as with one token per step."""
 
 from array import array
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Methods added to SGLang's target models."""
+"""Methods that the plugin adds to SGLang's target models."""
 
 import sys
 from typing import Any

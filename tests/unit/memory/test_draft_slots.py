@@ -1,4 +1,4 @@
-"""Ring slots, simulated without a server: a block attends to exactly the tokens that its own request wrote."""
+"""Ring slots, simulated without a server: a block must see the last tokens of its own request, and no other tokens."""
 
 from random import Random
 from types import SimpleNamespace

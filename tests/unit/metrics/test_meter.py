@@ -1,4 +1,4 @@
-"""Meter: exported metrics compared with values computed by hand, on stand-ins for SGLang's objects."""
+"""Exported metrics must equal values computed by hand, on stand-ins for SGLang's objects."""
 
 from functools import partial
 from types import SimpleNamespace

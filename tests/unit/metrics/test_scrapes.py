@@ -1,4 +1,4 @@
-"""Counts over several scrapes: every increase is exported exactly once."""
+"""Counts over several scrapes: every increase must be exported exactly once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Stage times: the selection of measured steps, and reads that do not wait for the device."""
+"""Stage times: every n-th step must be measured, and reads must not wait for the device."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Step trace: a file with the width and the numbers of accepted and copied drafts of each step."""
+"""The step trace must have the width and the numbers of accepted and copied drafts of each step."""
 
 import json
 import os

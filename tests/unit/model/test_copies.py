@@ -32,5 +32,5 @@ def test_counts_compare_copies_with_the_block() -> None:
     copies.copy(torch.tensor([19, 60, 61]))
     copies.weigh(DecodedStep([60], 0))
     assert copies.counts_1K2[0, LONGEST_CLASS].tolist() == [1, 2]
-    assert copies.totals_K2[LONGEST_CLASS].tolist() == [2, 2]  # number of continued blocks, of accepted copied drafts
+    assert copies.totals_K2[LONGEST_CLASS].tolist() == [2, 2]  # blocks with a copy, accepted copied drafts
     assert not copies.totals_K2[:LONGEST_CLASS].any()

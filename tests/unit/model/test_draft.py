@@ -1,4 +1,4 @@
-"""Draft model in plain torch: its forward compared slot by slot with the definition, and its checkpoints."""
+"""The draft's forward in plain torch must equal its definition. Saved drafts must load unchanged."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Speculative generation: the output equals the target's own, for dense, sliding and recurrent targets."""
+"""Speculative generation must return the target's own output, for dense, sliding and recurrent targets."""
 
 from collections import Counter
 from dataclasses import replace

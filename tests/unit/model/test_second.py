@@ -1,4 +1,4 @@
-"""DFlash 2's convolution and selector, compared with their definitions."""
+"""DFlash 2's convolution and selector must equal their definitions."""
 
 import pytest
 import torch

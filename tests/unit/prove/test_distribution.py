@@ -1,4 +1,4 @@
-"""Comparison of two samplers: equal distributions pass, and shifts are found with the stated probability."""
+"""Comparison of two samplers: equal distributions must pass, and shifts must be found with the stated probability."""
 
 from random import Random
 
@@ -31,7 +31,7 @@ def test_a_large_shift_is_found(seed: int) -> None:
 
 
 def test_the_stated_power_holds() -> None:
-    """A shift of size `detectable` is found with probability 0.84, so in at least 26 of 40 runs."""
+    """A shift of size `detectable` is found with probability 0.84, so almost certainly in 26 or more of 40 runs."""
     p = WEIGHTS[0]
     shifted = [
         p + distribution.detectable(p, N),

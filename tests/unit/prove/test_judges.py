@@ -1,4 +1,4 @@
-"""Verdicts of `sglang-dflash prove`: each check passes on good records and fails on bad ones."""
+"""Verdicts of `sglang-dflash prove`: each check must pass on good records and fail on bad ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -146,7 +146,7 @@ def test_answers_are_compared_with_plain_torch() -> None:
     ],
 )
 def test_steps_are_compared_with_plain_torch(where: Place, histogram: tuple[int, ...], holds: bool) -> None:
-    """Steps of an emulated GPU must equal plain torch's. On a GPU the acceptance length may differ by a tenth."""
+    """Steps in the emulation must equal those of plain torch. On a GPU the acceptance length may differ by 10 %."""
     plain = reference(0.0, histograms=[{2: 3}, {2: 3}])
     found = finding(inside.check_steps, where, watched(ANSWERS, histogram), plain)
     assert found.holds is holds

@@ -1,4 +1,4 @@
-"""FlashAttention emulation compared with PyTorch's attention, and the checks of its metadata."""
+"""FlashAttention's emulation must equal PyTorch's attention, and refuse wrong metadata."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Side streams inside a captured forward: ordering rules of CUDA's capture, and memory reuse."""
+"""Side streams in a captured forward must be ordered as CUDA's capture requires. Unsafe memory reuse is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ def forked(
 ) -> Forward:
     """Return a forward that runs `beside` on another stream, `main` on the first, and then `then` on the first.
 
-    `fork`: the other stream first waits for the first stream. `join`: the first waits for the other before `then`.
+    `fork`: the other stream waits for the first before `beside`. `join`: the first waits for the other before `then`.
     """
     other = Stream()
 
@@ -189,7 +189,7 @@ def test_host_waits_inside_a_capture_are_refused(wait):
 
 @pytest.fixture
 def qwen_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make SGLang's Qwen3.5 layers use their alternative stream, as while a GPU captures."""
+    """Let SGLang's Qwen3.5 layers use their alternative stream, as they do during capture on a GPU."""
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "stream", StreamContext)
     monkeypatch.setattr(qwen3_5, "get_is_capture_mode", lambda: True)
@@ -263,7 +263,8 @@ def test_branches_of_qwen3_5_are_ordered(forward, monkeypatch):
 def test_qk_norm_rope_gate_equals_the_layers_parts():
     """The definition applies Gemma's norm (1 + weight) to each head and rotates the head's first half.
 
-    Lane i is rotated by the position on axis `axis[i]`. The second half and the gates are not rotated.
+    Lane i is rotated by the position on axis `axis[i]`, or by the only position if there are no axes. The second half
+    and the gates are not rotated.
     """
     generator = torch.Generator().manual_seed(0)
     T, n_q, n_k, E, R = 3, 2, 1, 8, 4

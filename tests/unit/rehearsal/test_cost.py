@@ -1,4 +1,4 @@
-"""Cost rules of the GPU emulation: captured forwards that read a weight twice, or launch too often, are refused."""
+"""Cost rules of the GPU emulation: captured forwards that read a weight twice or launch too often must be refused."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers over emulated kernels, compared with PyTorch's attention, and plans that are refused."""
+"""FlashInfer's wrappers over emulated kernels must equal PyTorch's attention, and refuse wrong plans."""
 
 from functools import partial
 from typing import Any
@@ -67,7 +67,7 @@ def test_paged_keys(page_size: int, causal: bool, left: int) -> None:
 def test_an_unplanned_window_is_ignored() -> None:
     """If a plan has no window, FlashInfer compiles the kernel without one, and the window of `run` has no effect.
 
-    SGLang plans verify without a window, also for sliding layers.
+    SGLang plans the verify forward without a window, also for sliding layers.
     """
     scene, wrapper = Scene([4], [37]), paged()
     plan(wrapper, scene)

@@ -1,4 +1,4 @@
-"""Captured graphs of the GPU emulation: replay, refused operations, and memory reuse."""
+"""Captured graphs of the GPU emulation must replay, reuse memory, and refuse operations that wait for the device."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

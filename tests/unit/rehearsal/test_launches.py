@@ -1,4 +1,4 @@
-"""GPU emulation: launches outside graphs are counted, steps over budget refused, and log lines about ranks parsed."""
+"""The GPU emulation must count launches outside graphs, refuse steps over budget, and parse log lines of ranks."""
 
 from collections import Counter
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Emulated MoE experts, compared with a definition that computes one token at a time."""
+"""Emulated MoE experts must equal a definition that computes one token at a time."""
 
 from types import SimpleNamespace
 

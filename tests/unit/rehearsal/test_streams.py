@@ -1,4 +1,4 @@
-"""Streams of the GPU emulation: operations that order them, and errors for unordered accesses."""
+"""Streams of the GPU emulation: ordered accesses must pass, and unordered ones must raise an error."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""FlashInfer's TensorRT-LLM entry points over emulated kernels, called as SGLang calls them."""
+"""FlashInfer's TensorRT-LLM functions over emulated kernels must equal PyTorch's attention."""
 
 from typing import Any
 
@@ -141,7 +141,7 @@ def test_prompts_by_fmha_v2(halves: bool, layout: str, mode: str, left: int) -> 
 
 def dirty(scene: Scene) -> dict[str, Any]:
     workspace = torch.zeros(XQA_SEMAPHORES + MIB, dtype=torch.uint8)
-    trtllm.scribble(workspace)  # as a kernel that uses the whole buffer as scratch
+    trtllm.scribble(workspace)  # like a kernel that uses the whole buffer as scratch
     return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": workspace[:4096]}
 
 

@@ -1,4 +1,4 @@
-"""Choice: sampling every slot of B x N rows with SGLang's own functions, compared with one row at a time."""
+"""Choice: every slot of B x N rows must be sampled as SGLang's own functions sample one row at a time."""
 
 from array import array
 from collections.abc import Iterator
@@ -161,7 +161,7 @@ def test_sampled_and_greedy_requests_share_a_batch():
 
 
 def test_min_p_holds_for_every_slot_of_its_request():
-    """SGLang draws with min_p only without seeds. min_p = 1.0 keeps only the most likely token."""
+    """SGLang applies min_p only in draws without seeds. min_p = 1.0 keeps only the most likely token."""
     logits_TV = torch.randn(3 * N, V)
     info = over_slots(info_of([{}, {"min_p": 1.0}, {"min_p": 0.01}]), N)
     info.sampling_seed = None
@@ -288,7 +288,8 @@ class Scales(CustomLogitProcessor):
 def test_logits_are_edited_in_sglangs_order(monkeypatch):
     """Every slot gets penalties, grammar, bias and processor in this order.
 
-    A logit of 4 becomes ((4 / 2 + 7) + 1) * -10 for token 5, the anchor, and ((4 + 7) + 1) * -10 for other tokens.
+    A logit of 4 becomes ((4 / 2 + 7) + 1) * -10 for token 5, the anchor. For other tokens it becomes
+    ((4 + 7) + 1) * -10.
     """
     grammar = SimpleNamespace(apply=lambda logits_TV: logits_TV.add_(7))
     monkeypatch.setattr(choice_module, "allowed", lambda *_: grammar)

@@ -113,7 +113,7 @@ def test_only_kept_tokens_of_a_block_are_written():
 
 
 def test_write_all_writes_every_row():
-    """A dry run must compile the kernel for prompts, which writes without kept counts, even if rows may be deferred."""
+    """A dry run must compile the kernel that prompts use, which gets no kept counts, even if rows may be late."""
     for may_wait in (True, False):
         context, k = make_context(may_wait=may_wait)
         context.write_all(step([[0, 1], [4, 5]], drafts=False), features(4, 3))

@@ -1,4 +1,4 @@
-"""Dry run: dummy steps at launch, of every kind that serving runs, with a recurrent state for each dummy request."""
+"""Dry run at launch: dummy steps of every kind that serving has, with a recurrent state for each dummy request."""
 
 import itertools
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ BLOCK, V = 4, 11
 
 
 def kernel(size: int) -> tuple[bool, bool, int]:
-    """Return what Triton specialises on: whether `size` is 1, whether a multiple of 16, and its next power of two."""
+    """Return what Triton specialises on: if `size` is 1 or a multiple of 16, and log2 of its next power of two."""
     return size == 1, size % 16 == 0, (size - 1).bit_length()
 
 

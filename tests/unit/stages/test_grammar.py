@@ -1,4 +1,4 @@
-"""Grammars of a step: SGLang's masks of allowed tokens, and a grammar whose failure ends only its own request."""
+"""Grammars of a step must mask tokens as in SGLang. A grammar that fails must end only its own request."""
 
 from array import array
 from http import HTTPStatus

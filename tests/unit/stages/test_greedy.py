@@ -1,4 +1,4 @@
-"""Greedy verify with logits sharded over ranks: ranks find SGLang's tokens, and can gather SGLang's full logits."""
+"""Greedy verify with logits sharded over ranks must find SGLang's tokens. Ranks can gather SGLang's full logits."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""LoRA adapter state of captured graphs: each width has its own, and SGLang writes into that of the width in use."""
+"""LoRA adapter state: each width's graphs must have their own, and SGLang must write into that of the width in use."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Hidden states and sampling masks of a step: copied to the host only if requested, in the scheduler's layout."""
+"""Hidden states and sampling masks must be copied to the host only if requested, in the scheduler's layout."""
 
 from types import SimpleNamespace
 from typing import Any

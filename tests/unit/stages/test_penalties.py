@@ -1,4 +1,4 @@
-"""Penalty counts, compared with counting in plain lists, as requests are prefilled, decoded, ended and retracted."""
+"""Penalty counts must equal counts in plain lists, as requests are prefilled, decoded, ended and retracted."""
 
 from array import array
 from random import Random

@@ -87,9 +87,9 @@ def test_only_width_1_requests_packed_projections(monkeypatch):
 def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
     """Return a pool for blocks of up to 8 tokens, as a verify of `width` tokens for each of three requests leaves it.
 
-    Every element of a state is the number of the block's tokens that the state contains. Every element of a convolution
-    window is the index of the window's slot. Records and snapshots of slots from `width` on are NaN, so that a result
-    shows if they were read.
+    In the first column of a state, every element is the number of the block's tokens that the state contains. In the
+    first column of a convolution window, every element is the index of the window's slot. Records and snapshots of
+    slots from `width` on are NaN, so that a result shows if they were read.
     """
     pool = make_pool(kind, n_requests=3, n_tokens=8)
     cache = pool.mamba_cache
@@ -168,7 +168,7 @@ def target(pool: Any) -> Any:
     [
         (None, 16, NoState),
         (GdnState.FOLD, 16, FoldState),
-        (GdnState.FOLD, 1, InPlaceState),  # decoding has updated the state, which a fold would read again
+        (GdnState.FOLD, 1, InPlaceState),  # decoding has already updated the state, so nothing is left to fold
         (GdnState.SNAPSHOT, 16, SnapshotState),
         (GdnState.SNAPSHOT, 1, SnapshotState),
     ],

@@ -1,4 +1,4 @@
-"""Chats rendered by the chat template for training, compared with SGLang's rendering in serving."""
+"""Chats that the chat template renders for training must equal SGLang's rendering in serving."""
 
 import json
 from typing import Any

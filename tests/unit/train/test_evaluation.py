@@ -1,4 +1,4 @@
-"""Acceptance as measured in training, compared with generation by `spec_steps`."""
+"""Acceptance measured in training must equal that of generation by `spec_steps`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Feature cache: cached features equal the target's, and a cache of another target or text is refused."""
+"""Feature cache: cached features must equal the target's. A cache of another target or text must be refused."""
 
 from collections import namedtuple
 

@@ -1,4 +1,4 @@
-"""Batched generation of training text: greedy answers equal those of Transformers' own `generate`."""
+"""Batched generation of training text: greedy answers must equal those of Transformers' own `generate`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training objective: labels, weights and losses, and training inputs equal to those of inference."""
+"""Training objective: labels, weights and losses. Training inputs must equal those of inference."""
 
 import math
 

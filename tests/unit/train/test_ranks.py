@@ -1,4 +1,4 @@
-"""Training on two processes, compared with one process and the whole batch."""
+"""Training on two processes must equal training on one process with the whole batch."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SCRIPT = Path(two_ranks.__file__)
 
 
 def torchrun(*arguments: str | Path) -> None:
-    """Run a program in two processes over gloo with one thread each, and end them after 300 s."""
+    """Run a program in two processes over gloo with one thread each, for at most 300 s."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(

@@ -107,11 +107,14 @@ def test_a_step_is_no_evidence_after_its_first_failure() -> None:
 
 
 def test_estimates_of_a_request_shrink_to_the_others() -> None:
-    """A request's estimate has a prior: the estimate over all requests, in odds times the request's level.
+    """A request's estimate has a prior: the estimate over all requests, with odds multiplied by the request's level.
 
     The prior has a weight of 4 observations. The prior of a level, 1, has a weight of 2 drafts. A new request has the
-    estimate over all requests: 1 at first, (1 + 4 * 1) / (1 + 4) = 1 once the draft of "a" is accepted,
-    (1 + 4 * 1) / (2 + 4) = 5/6 once the draft of "b" is rejected, and (1 + 4 * 5/6) / (2 + 4) = 13/18 when read.
+    estimate over all requests:
+    - 1 at first
+    - (1 + 4 * 1) / (1 + 4) = 1 once the draft of "a" is accepted
+    - (1 + 4 * 1) / (2 + 4) = 5/6 once the draft of "b" is rejected
+    - (1 + 4 * 5/6) / (2 + 4) = 13/18 when it is read
     """
     acceptance = trained([(["a", "b"], 2, [1, 0])])
     estimate = {rid: acceptance.expected([rid])[2] - 1 for rid in ("a", "b", "new")}
@@ -214,7 +217,7 @@ def test_costs_between_measured_sizes(n_requests: int, seconds: list[float]) -> 
 
 @given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.1, 5.0))
 def test_costs_converge_to_measured_times(n_requests: int, width: int, real: float) -> None:
-    """At least half of the correction of a width's time, in its logarithm, also applies to the other widths."""
+    """In logarithms, at least half of the correction of a width's time also applies to the other widths."""
     cost = make_cost()
     w, before_W = cost.widths.index(width), cost.of(n_requests)
     for _ in range(1000):
@@ -233,7 +236,7 @@ def test_costs_converge_to_measured_times(n_requests: int, width: int, real: flo
 def test_other_batch_sizes_keep_their_costs() -> None:
     """A step of three requests at width 4 took 4.4 s instead of 4 s. The error is 10 %, so 5 % for each adjacent size.
 
-    A fraction 0.1 (`COMMON`) of the 5 % corrects all widths of the size, and 0.03 (`OWN`) more corrects width 4.
+    A fraction 0.1 (`COMMON`) of the 5 % corrects all widths of the size. A fraction 0.03 (`OWN`) also corrects width 4.
     """
     cost = make_cost()
     cost.observe(3, 4, 4.4)
@@ -247,9 +250,9 @@ def test_other_batch_sizes_keep_their_costs() -> None:
 SLOWER = [(4, seconds) for seconds in (2.0, 4.0, 2.0) for _ in range(200)]
 # case: (seconds measured at launch, real steps as (width, seconds), learned seconds, tolerance), for widths 1, 4 and 8
 TAUGHT: dict[str, tuple[Sequence[float], list[tuple[int, float]], list[float], dict[str, float]]] = {
-    # Launch measured the same time for every width. In real steps only width 4 takes twice as long.
+    # At launch all widths took the same time. In real steps only width 4 takes twice as long.
     "one width costs more than measured": ((1, 1, 1), [(1, 1.0), (4, 2.0), (8, 1.0)] * 1000, [1, 2, 1], {"atol": 0.15}),
-    # Every step takes twice as long as at launch. Width 8 takes another second that launch missed.
+    # Every step takes twice as long as at launch. Width 8 takes another second, which was not measured at launch.
     "launch missed a second of one width": ((1, 2, 2), [*[(4, 4.0)] * 8, (8, 5.0)] * 100, [2, 4, 5], {"rtol": 0.1}),
     "the machine was slower for a while": ((1, 2, 3), SLOWER, [1, 2, 3], {"atol": 0.1}),
 }
@@ -278,7 +281,7 @@ def test_a_disturbed_step_counts_only_up_to_a_limit(seconds: tuple[float, float]
 
 @pytest.mark.parametrize("factor", [1 / 3, 3.0])
 def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
-    """Launch measured three times or a third of the real 1 s. Also, every fourth real step takes 10 s."""
+    """At launch a step took a third of the real 1 s, or three times as long. Every fourth real step takes 10 s."""
     policy = Adaptive(WIDTHS, step_cost([factor * s for s in (1.0, 1.6, 2.4, 4.0)]))
     for step in range(32):
         policy.decide(["a"])
@@ -492,7 +495,7 @@ def test_observations_affect_the_next_steps() -> None:
 
 
 def test_costs_are_learned_from_steps_without_drafts() -> None:
-    """A step without drafts takes a hundred times as long as launch measured."""
+    """A step without drafts takes a hundred times as long as at launch."""
     policy = Adaptive((1, 8), step_cost((1.0, 10.0), (1, 8)))
     policy.drafted.add("a")
     chosen = []
@@ -564,7 +567,7 @@ def test_drafts_never_rest_without_width_one() -> None:
 
 
 def rhythmic(committed_N: Sequence[float]) -> Adaptive:
-    """Return a policy whose drafts accept half the mean right after a draft, and 1.5 times the mean after a rest."""
+    """Return a policy that expects half the mean acceptance right after a draft, and 1.5 times as much after a rest."""
     policy = adaptive(committed_N, (1.0, 4.0, 4.0, 4.0))
     policy.rhythm.factors = lambda: [0.5, 1.5]
     return policy
