@@ -99,14 +99,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))
         os.environ[RUN] = str(os.getpid())
-        # Hypothesis treats pytest's own Exit, and SystemExit, as a failing example. KeyboardInterrupt ends the run.
+        # SIGTERM raises KeyboardInterrupt, which ends the run. Hypothesis would take Exit or SystemExit for a failing
+        # example.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Kill processes that an interrupted run leaves, and remove its model cache.
+    """Kill processes that an interrupted run has left, and delete its Hugging Face cache.
 
-    xdist kills its workers before their fixtures can stop servers.
+    On an interrupt xdist kills its workers before their fixtures can stop servers.
     """
     if not hasattr(config, "workerinput"):
         for process in psutil.process_iter():

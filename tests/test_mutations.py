@@ -1,4 +1,7 @@
-"""Rows of tests/mutations must match the code and name existing tests. `python -m tests.tools.mutate` runs the rows."""
+"""Rows of tests/mutations/*.toml: every edit fits the present code, and every named test exists.
+
+`python -m tests.tools.mutate` runs the rows.
+"""
 
 import ast
 

@@ -1,8 +1,7 @@
 """Layers: a file may import only its own room and rooms on lower floors of `FLOORS`.
 
-A room is a folder of `sglang_dflash/`, a file directly in this folder, or the package of kernels. Code is parsed, not
-imported. Imports inside functions and for type checkers count too. If room X is a folder, its unit tests are in
-tests/unit/X.
+A room is a folder of `sglang_dflash/`, a file at its top, or all of `kernels/`. Code is parsed, not imported. Imports
+inside functions and for type checkers count too. A folder of tests/unit has the name of the room that it tests.
 """
 
 import ast
@@ -29,7 +28,7 @@ HEIGHT = {room: len(FLOORS) - n for n, rooms in enumerate(FLOORS) for room in ro
 
 @cache
 def files() -> dict[str, Path]:
-    """Return the path of each module by its dotted name."""
+    """Return the path of each module by its dotted name, without `sitecustomize` modules."""
     found = {}
     for folder, package in (("sglang_dflash", "sglang_dflash"), ("kernels", "sglang_dflash_kernels")):
         for path in (ROOT / folder).rglob("*.py"):
@@ -49,7 +48,7 @@ def imported(source: str) -> Iterator[str]:
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    """Return, by module of this project, the other modules of this project that it imports."""
+    """Return, for each module of this project, the project's modules that it imports."""
     known = files()
     found: dict[str, set[str]] = {}
     for module, path in known.items():
@@ -88,10 +87,9 @@ def test_imports_have_no_cycle() -> None:
 
 
 def misplaced(paths: Iterable[str], rooms: set[str]) -> list[str]:
-    """Return the misplaced files, given paths below `tests`.
+    """Return misplaced files of `tests`.
 
-    Only tests and conftest.py may lie in `unit`, in folders of `unit` (which must be named like rooms) and in `server`.
-    Helpers of `server` lie in its folders.
+    In tests/unit only tests are allowed, at the top or in a room's folder; at the top of tests/server, only tests.
     """
 
     def is_misplaced(folder: str, *rest: str) -> bool:

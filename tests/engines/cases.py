@@ -53,4 +53,4 @@ CASES = {
     ),
 }
 ORACLE_STEPS: dict[str, list[dict[str, Any]]] = json.loads(ORACLE.read_text()) if ORACLE.exists() else {}
-IN_FP32 = [name for name, case in CASES.items() if case.dtype == "float32"]  # in bf16 steps would depend on rounding
+IN_FP32 = [name for name, case in CASES.items() if case.dtype == "float32"]  # in bf16 steps depend on rounding

@@ -27,7 +27,7 @@ from sglang_dflash.mlx.target import MLXTarget
 from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE_STEPS, SLIDING, tokens_of
 from tests.fixtures import guide
 
-STANDARD_ERRORS = 5  # largest deviation of a frequency from its probability
+STANDARD_ERRORS = 5  # largest deviation of a frequency from its probability, in standard errors
 
 
 def in_fp32(folder: Path, to: Path) -> Path:

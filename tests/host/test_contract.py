@@ -12,8 +12,7 @@ from sglang_dflash.host.names import SECTIONS, SGLANG, Name
 from sglang_dflash.host.source import problem
 
 PACKAGE, SPEC = Path(contract.__file__).parents[1], "sglang.srt.speculative"
-# FlashInfer's names are checked by `rehearsal/flashinfer_seams.py` when an emulation starts.
-
+# `rehearsal/flashinfer_seams.py` checks FlashInfer's names when an emulation starts.
 TABLES = [name for section, names in SECTIONS.items() if section != "flashinfer" for name in names]
 
 
@@ -45,7 +44,7 @@ def test_missing_name_is_reported(name: Name, sentence: str) -> None:
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
-    """Yield (file, module, name) of every import of SGLang in the package."""
+    """Yield (file, module, name) of every import of SGLang in the package; `import module` has the name ""."""
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:

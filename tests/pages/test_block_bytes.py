@@ -1,4 +1,4 @@
-"""Memory of a block per request for Qwen3.5-27B: three pages quote the computed numbers."""
+"""Three pages of docs/ quote the computed memory that a block takes per request, for Qwen3.5-27B."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""docs/compatibility.md lists the refused flags with the reasons of the messages; other pages link to this list."""
+"""docs/compatibility.md lists the refused flags with the reasons that messages give. Other pages link to the list."""
 
 import re
 

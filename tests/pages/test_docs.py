@@ -1,6 +1,7 @@
-"""Documentation: links lead somewhere, commands parse, and every flag, variable, metric and field exists.
+"""Documentation: links to files lead somewhere, commands parse, and every flag, variable, metric and field exists.
 
-The memory table of tuning.md and the least kernel times in kernels/README.md are recomputed.
+The memory table of tuning.md and the least kernel times in kernels/README.md are recomputed. Every file of
+launch/results has its command in reproducing.md.
 """
 
 import argparse
@@ -111,7 +112,7 @@ FOR_SERVERS = "--model-path", "--speculative-algorithm"
 
 
 class Parsed(Exception):
-    """Signals that a program has parsed its command line, so that it stops there."""
+    """Raised when a program has parsed its command line, to stop it there."""
 
 
 def for_sglang(words: tuple[str, ...]) -> bool:
@@ -231,7 +232,10 @@ def test_fields_of_server_info_exist(page: Path) -> None:
 
 
 def test_every_result_can_be_reproduced() -> None:
-    """Each document of launch/results is linked in the line of its command, with a commit to check out if needed."""
+    """A line of reproducing.md must link each file of launch/results and have its command.
+
+    `git checkout COMMIT` may precede the command.
+    """
     page = (DOCS / "reproducing.md").read_text()
     for path in sorted((ROOT / "launch" / "results").glob("*.json")):
         lines = [line for line in page.splitlines() if f"results/{path.name})" in line]
@@ -259,7 +263,7 @@ def test_the_table_of_memory() -> None:
 
 
 def test_the_floors_of_the_kernels() -> None:
-    """Least time of a kernel at B = 8 and N = 16: its bytes over an H200's 4.8 TB/s."""
+    """Compute each kernel's least time at B = 8 and N = 16: its bytes over an H200's 4.8 TB/s."""
     B, N = 8, 16
     (L, H, G, V, K), (taps, hidden, groups, candidates, rank) = QWEN_27B.recurrent, QWEN_27B.second
     row = QWEN_27B.n_layers * 2 * QWEN_27B.n_heads * QWEN_27B.head_dim * (2 + 2) + 4 * 128 + 16

@@ -1,6 +1,6 @@
-"""Files of `env/`. Profiles set only variables that this plugin or SGLang reads, and flags that SGLang parses.
+"""Files of `env/`: a profile sets only variables that this plugin, SGLang or torch reads, and flags that SGLang parses.
 
-Dockerfile and constraints name no package index.
+Constraints are pins. The Dockerfile copies what it installs. Neither file names a package index.
 """
 
 import json
@@ -20,7 +20,7 @@ OF_TORCH = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
 
 
 def sourced(*profiles: Path, **before: str) -> dict[str, str]:
-    """Return the variables that sourcing the profiles adds or changes."""
+    """Return the variables after sourcing the profiles, without those that the shell sets itself."""
     script = "set -eu; " + "".join(f"source {profile}; " for profile in profiles) + "env -0"
     environ = {"PATH": "/usr/bin:/bin", "_": ""} | before
     out = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the table in docs/metrics.md use only exported metrics, and all of this plugin's."""
+"""The Grafana dashboard shows only exported metrics, and all of this plugin's. docs/metrics.md has their table."""
 
 import json
 import re

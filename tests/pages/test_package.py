@@ -1,4 +1,4 @@
-"""The built package has the right files, and `sglang-dflash` works where it is installed, outside the clone."""
+"""The built package has the right files, and an installed `sglang-dflash` works outside the clone."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_source_distribution_has_the_sources_of_the_wheel(built: Path) -> None:
 
 
 def test_outside_the_clone_the_command_has_its_files(wheel: Path, tmp_path: Path) -> None:
-    """The wheel is installed without dependencies, which this environment has; PYTHONPATH puts the wheel first."""
+    """Install the wheel without dependencies, which this environment has. PYTHONPATH puts the wheel first."""
     folder = tmp_path / "installed"
     run(*UV, "pip", "install", "--quiet", "--no-deps", "--target", folder, wheel, cwd=tmp_path)
     assert (folder / "bin" / "sglang-dflash").is_file()

@@ -1,7 +1,7 @@
-"""Recipes: each names the right model, parses in SGLang with the plugin, passes its checks, and fits its GPUs.
+"""Recipes: each names the right model, parses in SGLang with the plugin, passes the plugin's checks, and fits its GPUs.
 
 As in `test_cli_cards`, SGLang parses a recipe with local model paths, and the plugin's checks assume the recipe's GPU.
-If the configs of a published pair are known here, these are checked; otherwise configs of a tiny stand-in.
+The checks read the configs of the published pair if `known_models` has them, otherwise configs of a tiny stand-in.
 """
 
 import json
@@ -76,7 +76,7 @@ def test_a_recipe_parses_and_its_pair_is_accepted(
 
 
 def published(target: str, draft: str) -> tuple[TargetFacts, Checkpoint] | None:
-    """Return facts of the published target and the draft's config, or None if the target is not in `models.TARGETS`."""
+    """Return facts of a published target and its draft's config, or None if `models.TARGETS` lacks the target."""
     if target not in models.TARGETS:
         return None
     assert models.draft_of(target) == draft
@@ -119,7 +119,7 @@ def test_printed_command_is_the_one_that_runs(
     assert [name for name, why in reasons if why] == [flag.name for flag in RECIPES[asked[0]].flags["h200"][3:]]
     program, *printed = shlex.split(out.replace("\\\n", " "), comments=True)
     assert program == "python"
-    assert printed[-4:] == further  # the last one wins
+    assert printed[-4:] == further  # of equal flags the last one wins
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, argv: started.append(argv))
     recipe.main([*asked, "--run", "--", *further])

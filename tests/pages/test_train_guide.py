@@ -1,6 +1,6 @@
 """docs/training.md: checks beyond those of `test_docs.py`.
 
-`tests/server/test_training_guide.py` runs its CPU commands.
+`tests/server/test_training_guide.py` runs the page's CPU commands.
 """
 
 import json
@@ -38,9 +38,9 @@ def test_options_in_the_prose_exist():
 
 
 def test_arithmetic_of_a_step():
-    """The guide's FLOP of a training step follow from Qwen3-8B's sizes.
+    """Compute the guide's FLOP of a training step from the sizes of Qwen3-8B.
 
-    8.2 billion parameters, hidden size 4,096, 32 query and 8 KV heads of 128, intermediate size 12,288, and a
+    It has 8.2 billion parameters, hidden size 4,096, 32 query and 8 KV heads of 128, intermediate size 12,288, and a
     vocabulary of 151,936.
     """
     R, L, A, N, H, layers = 4, 1024, 64, 16, 4096, 5

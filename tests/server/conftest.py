@@ -6,10 +6,10 @@
         answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=64)
         assert [a.token_ids for a in answers] == [reference(p, 64) for p in prompts]
 
-A server is forked from a process that has imported SGLang, and starts in 4 to 12 s on two cores. As many
-servers stay up as fit in memory, and the least recently used is stopped first. So tests that share a server should be
-in one module. All servers run with SGLang's strict memory check: a KV slot that is neither free, cached nor in use ends
-the scheduler.
+A server is forked from a process that has imported SGLang, and starts in 4 to 12 s on two cores. Each test process
+keeps up to four servers, or three if memory is short; the least recently used is stopped first. So tests that share a
+server should be in one module. All servers run with SGLang's strict memory check: the scheduler ends if a KV slot is
+neither free, cached nor in use.
 """
 
 import time
@@ -39,7 +39,7 @@ FIRST_PORT = 31300
 MAX_LIVE, MIN_LIVE = 4, 3
 # Bytes that must be available to start a fourth server: 3 GiB for one with two ranks, in each of two test processes.
 ROOM = 6 * 2**30
-# Plain torch verifies whole blocks without n-gram copies, so servers whose steps are compared with it do so too.
+# Defaults of the plugin's servers: whole blocks without n-gram copies, so that steps can be compared with plain torch.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
 AS_USERS = {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}

@@ -67,7 +67,7 @@ class Serving(NamedTuple):
 
 
 def asked_again(target: str, reference: Callable) -> list[list[int]]:
-    """Return conversations whose last question repeats the first, or is another question of its form."""
+    """Return conversations of two questions. In every other one the second question repeats the first."""
     prompts = []
     for seed in range(N_ASKED):
         question, *_ = conversation(seed, 1)
@@ -95,7 +95,7 @@ def serving(request: pytest.FixtureRequest, pool: Any, reference: Callable) -> I
 def test_answers_and_steps_are_the_definitions(serving: Serving, concurrency: int) -> None:
     """In the second round the prompts are in the prefix cache.
 
-    They are not prefilled, but copies must still use them.
+    Copies must use cached prompts although these are not prefilled again.
     """
     for _ in range(2):
         answers = serving.generate(concurrency)

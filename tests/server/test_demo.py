@@ -1,4 +1,4 @@
-"""The demo's page in Chromium: two equal answers, the source of each token, and markup shown as text."""
+"""The demo's page in Chromium shows two equal answers and the source of each token, and shows markup as text."""
 
 import os
 import signal

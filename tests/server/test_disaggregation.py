@@ -1,7 +1,7 @@
 """Prefill-decode disaggregation: a prefill and a decode server answer like one server, in as many steps.
 
-The prefill server must send the draft's K/V too. Without them answers would stay right and take more steps. It
-prefills in chunks, and the tests send each prompt several times, so later prefills use its prefix cache.
+The prefill server must send the draft's K/V too. Without them answers would stay right but take more steps. Prompts are
+prefilled in chunks. Each is sent several times, so later prefills use the prefix cache.
 """
 
 import os
@@ -27,7 +27,7 @@ from tests.server.lib.rows import require_logprobs, require_rows
 from tests.server.lib.variants import TWO_NODES
 
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
-# Limits, in seconds, of waiting for the other server.
+# Seconds, shorter than the defaults, so that a server soon gives up waiting for the other.
 PATIENCE = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
@@ -66,7 +66,7 @@ KINDS = {
     "retract": Kind(decode=TIGHT),
     "dense-retract": Kind("dense", decode=(*TIGHT, "--hicache-io-backend", "direct")),
     "stock": Kind("dense", arm=Arm.STOCK),
-    # One server has two ranks, the other one: K/V heads are split or joined when they are sent.
+    # One server has two ranks, the other has one. K/V heads are split or joined when they are sent.
     "prefill-two-ranks": Kind(prefill=TWO_RANKS, env=TWO_NODES),
     "decode-two-ranks": Kind("dense", decode=TWO_RANKS, env=TWO_NODES),
     "fa3-graphs": Kind(flags=(*FA3, *GRAPHS), env=SM90),
@@ -123,7 +123,7 @@ def serving(request: pytest.FixtureRequest, pool: Any, plain_torch: Callable[...
 
 @pytest.mark.parametrize("concurrency", [1, 6])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
-    """With a small KV pool, repeat until a request is retracted: on a slow machine requests may not overlap."""
+    """With a small KV pool, repeat until a request is retracted. On a slow machine requests may not overlap."""
     rounds = 5 if TIGHT[0] in serving.kind.decode and concurrency > 1 else 1
     for _ in range(rounds):
         answers = serving.expected.require_from(serving.two, concurrency)
@@ -174,7 +174,7 @@ def test_nothing_is_held_afterwards(serving: Serving) -> None:
 @pytest.mark.parametrize("serving", [KINDS[kind] for kind in KILLED], ids=KILLED, indirect=True)
 @pytest.mark.parametrize("end", ["decode", "prefill"])
 def test_killed_server_fails_its_requests_and_rejoins(serving: Serving, end: str) -> None:
-    """When a server is killed, one request waits on the other server alone, and six are in flight on both."""
+    """Kill a server while six requests are in flight on both, and one waits on the other server alone."""
     two, expected = serving.two, serving.expected
     dies, stays = (two.prefill, two.decode) if end == "prefill" else (two.decode, two.prefill)
     with ThreadPoolExecutor(1 + N_PROMPTS) as pool:
@@ -195,7 +195,7 @@ def test_killed_server_fails_its_requests_and_rejoins(serving: Serving, end: str
 
 
 def require_nothing_held(server: Server, timeout_s: float = 20.0) -> None:
-    """Poll a server's load until it is idle; `conftest.require_nothing_lost` would need an answer from it alone."""
+    """Poll a server's load until it is idle. `conftest.require_nothing_lost` would need an answer from this server."""
     deadline = time.monotonic() + timeout_s
     while (held := [server.load()[name] for name in HELD]) != [0, 0, 0]:
         assert time.monotonic() < deadline, f"{server.name} holds {dict(zip(HELD, held, strict=True))}"

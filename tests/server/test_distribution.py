@@ -1,7 +1,7 @@
 """Above temperature 0 the first tokens have the same sampling distribution as without speculation.
 
-`prove/distribution.py` has the comparison and its bound. With `N` draws per server, it detects with probability 5/6
-that an outcome's probability shifts by 0.15 from 0.5, or by 0.09 from 0.1. Wrong acceptance rules shift probabilities
+`prove/distribution.py` has the comparison and its bound. If an outcome's probability shifts by 0.15 from 0.5, or by
+0.09 from 0.1, `N` draws per server show the shift with probability 5/6. Wrong acceptance rules shift probabilities
 more, as `test_wrong_acceptance_is_found` shows.
 """
 
@@ -58,7 +58,7 @@ def test_the_sampling_distribution_holds(ours: Server, drawn_off: Callable, case
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.row != "temperature > 0"], ids=str)
 def test_the_parameter_changes_the_distribution(drawn_off: Callable, case: Case) -> None:
-    """The distribution differs without the parameter, or a server that ignores the parameter would pass."""
+    """The distribution must differ without the parameter. Else a server that ignores the parameter would pass."""
     assert distribution.violations(drawn_off(parameters.bare(case)), drawn_off(case))
 
 

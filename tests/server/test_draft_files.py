@@ -1,6 +1,7 @@
-"""Drafts in the format of speculators, and targets changed by flags: tokens and steps equal those of plain torch.
+"""Drafts in the format of the `speculators` library, targets overridden by launch flags, and targets loaded later.
 
-Users reported failures with such checkpoints.
+Tokens must equal the target's own. Steps, where compared, must equal those of plain torch. Users reported failures with
+such drafts and targets.
 """
 
 import json
@@ -98,7 +99,10 @@ def test_overrides_of_the_target_leave_the_draft_unchanged(
 
 
 def test_target_without_weights_gets_them_later(pool: Any, plain_torch: Callable) -> None:
-    """A trainer may start a server with dummy weights and then load the target; the loaded draft must still be used."""
+    """A trainer may start a server with dummy weights and load the target later.
+
+    The draft is read from its files at launch, and must still be used afterwards.
+    """
     server = pool.get(target="dense", flags=["--load-format", "dummy"])
     answer = post(server, "/update_weights_from_disk", {"model_path": str(DENSE.target), "load_format": "auto"})
     assert answer.status_code == 200, answer.text
@@ -109,9 +113,9 @@ def test_target_without_weights_gets_them_later(pool: Any, plain_torch: Callable
 
 @pytest.mark.full
 def test_overrides_of_a_text_config_apply_to_the_target(pool: Any, tmp_path: Path) -> None:
-    """A target with vision has its text fields in `text_config`, its draft at the top level.
+    """The config of a target with vision has text fields in `text_config`, its draft's config at the top level.
 
-    The draft must ignore these overrides.
+    Overrides of `text_config` must not reach the draft.
     """
     family = FAMILIES["qwen3.5"]
     pair, prompts = write_pair(family, tmp_path)

@@ -64,7 +64,7 @@ def serving(
 
 @pytest.fixture(autouse=True)
 def clean(serving: Serving) -> Iterator[None]:
-    """Empty the prefix cache before and after each test; the server refuses while it holds a slot."""
+    """Empty the prefix cache before and after each test. `flush_cache` fails if a request still runs."""
     serving.server.flush_cache()
     yield
     serving.server.flush_cache()
@@ -81,7 +81,10 @@ def test_one_at_a_time(serving: Serving) -> None:
 
 
 def test_drafts_at_changing_widths_are_plain_torchs(serving: Serving) -> None:
-    """Compare accepted drafts per step; count steps after a step of one token, whose context K/V are written late."""
+    """Compare the accepted drafts of each step with plain torch.
+
+    A step of one token writes its context K/V late. Enough of the compared steps must follow such a step.
+    """
     if not serving.variant.traces_widths:
         pytest.skip("here every step verifies the whole block, or is not written down")
     expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
@@ -143,8 +146,9 @@ def test_prefix_inside_an_answer_is_continued(serving: Serving) -> None:
 def test_long_conversation_resumes_from_the_cache(serving: Serving, questions: Callable, reference: Callable) -> None:
     """A hybrid target resumes from a recurrent state saved at a multiple of the track interval (64), inside a block.
 
-    Prompt and answer have 216 tokens. With lazy tracking (`extra_buffer_lazy`), SGLang drops the state saved at 192 if
-    the request ends less than a block after 192, or less than two blocks before 256: a step in flight may overwrite it.
+    Prompt and answer have 216 tokens, because of lazy tracking (`extra_buffer_lazy`). SGLang then drops the state saved
+    at 192 if the request ends less than a block after 192, or less than two blocks before 256: a step in flight may
+    overwrite it.
     """
     target = serving.variant.target
     long_prompt = [token for prompt in questions(6, target, seed=5) for token in prompt][:148]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.full
 
 ALL = FAMILIES | REHEARSED
 N_PROMPTS, N_TOKENS = 8, 48
-N_AGAIN = 20  # answer tokens appended to the prompt of a second request, which the prefix cache has
+N_AGAIN = 20  # answer tokens appended to the prompt in a second request; the prefix cache has prompt and answer
 COMMITTED_PER_STEP = 2.0  # least acceptance length
 DIFFERENT_TOKENS = 8.0  # least number of different tokens in an answer, on average
 

@@ -25,7 +25,7 @@ SHAPES = (
 
 
 class Door(NamedTuple):
-    """An endpoint: the fields of its requests, and a request with some of them."""
+    """Endpoint: the names of its request fields, and a function that makes a request with given fields."""
 
     names: Callable[[], list[str]]
     request: Callable[..., Bad]

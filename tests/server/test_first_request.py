@@ -1,6 +1,7 @@
 """The width policy drafts from the first request on, and soon again after text on which no draft is accepted.
 
-Both requests must take about as many steps as a later repetition. A request without drafts takes a step per token.
+The first request, and the same request after such text, must take about as many steps as a further repetition. Without
+drafts a request would take a step per token.
 """
 
 from collections.abc import Callable

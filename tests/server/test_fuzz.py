@@ -1,4 +1,4 @@
-"""Random requests to two servers, without speculation and with this plugin: equal statuses, equal greedy answers."""
+"""Random requests to a server without speculation and one with this plugin: statuses and greedy answers are equal."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Servers started by their command lines, as users do: answers equal to Transformers'."""
+"""Servers started by their command lines, as users do, give Transformers' answers."""
 
 from collections.abc import Callable
 

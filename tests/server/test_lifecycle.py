@@ -200,7 +200,7 @@ def long_prompts() -> list[list[int]]:
 def test_context_limit_changes_no_tokens_of_others(
     tight: Server, long_prompts: list[list[int]], reference: Callable, n: int
 ) -> None:
-    """Blocks of requests at the context limit extend past their rows of the request table, not into the next row."""
+    """A block at the context limit extends past its row of the request table; the next row must not be overwritten."""
     at_limit = [prompt[-(CONTEXT - 2 - n) :] for prompt in long_prompts[:2]]
     neighbours = [prompt[-60:] for prompt in long_prompts[2:5]]
     for order in ([*at_limit, *neighbours], [*neighbours, *at_limit]):
@@ -239,7 +239,7 @@ def test_retracted_requests_give_the_same_tokens(
 ) -> None:
     """Eight requests of 230 tokens do not fit a pool of 896, so some are retracted and start again.
 
-    The end token is banned by a bias, not by `ignore_eos`, because SGLang would then reserve all KV slots at admission.
+    A bias bans the end token. With `ignore_eos` instead, SGLang would reserve all KV slots at admission.
     """
     prompts = [prompt[-80:] for prompt in long_prompts]
     endless = {"max_new_tokens": 150, "logit_bias": {str(END): -100.0}}
@@ -280,11 +280,14 @@ def paused(server: Server, mode: str) -> Iterator[None]:
 
 
 def in_time(attempt: Callable[[], bool]) -> None:
-    """Retry `attempt`, which returns False if its action came after all requests had ended, as on a busy machine."""
+    """Call `attempt` until it returns True, at most five times.
+
+    It returns False if its action came after all requests had ended, as on a busy machine.
+    """
     assert any(attempt() for _ in range(5)), "too late five times"
 
 
-@pytest.mark.parametrize("n_begun", [1, 5, 9])  # of twelve requests, of which eight run at a time
+@pytest.mark.parametrize("n_begun", [1, 5, 9])  # of twelve requests; eight run at a time
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(
     ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str, n_begun: int
@@ -305,7 +308,7 @@ def test_pause_and_continue(
 
 
 def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """Pause after all requests have begun, because one that arrives during the pause would wait for its end."""
+    """Pause after all requests have begun: one that arrives during the pause would wait until it is over."""
 
     def abort_midway() -> bool:
         with Streams(ours, prompts[:8], **ENDLESS) as asked:

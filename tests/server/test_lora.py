@@ -183,8 +183,8 @@ def test_adapter_of_a_borrowed_layer_leaves_the_draft_unchanged(
 ) -> None:
     """An adapter of the embedding or head applies to the target alone; the draft uses the base model's layers.
 
-    SGLang's adapter of the head gives some prompts in one prefill batch another request's adapter, also without
-    speculation. So prompts for the head are sent one by one.
+    In a prefill batch, SGLang applies the head adapter of another request to some prompts, also without speculation.
+    So prompts for the head are sent one by one.
     """
     if serving.kind is not KINDS["dense"]:
         pytest.skip("one server shows it")

@@ -1,4 +1,4 @@
-"""Memory for the draft's context K/V: proportional to the target's KV tokens, or with a window to the requests."""
+"""Memory of the draft's context K/V: one ring per request with a draft window, else one slot per target slot."""
 
 from collections.abc import Callable
 from dataclasses import replace

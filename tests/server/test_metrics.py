@@ -20,7 +20,7 @@ from tests.server.lib.variants import window
 
 BLOCK = 16
 MAX_NEW_TOKENS = 48
-# Tokens. The server prefills at least the end of a cached prompt; a longer window also covers tokens that it skips.
+# Tokens. SGLang prefills the end of a cached prompt again. The window is longer than that, so the ring lacks a part.
 RING_WINDOW = 128
 
 
@@ -123,7 +123,7 @@ def test_all_metrics_are_exported_with_sglangs_labels(whole: Server, questions: 
 
 @pytest.mark.full
 def test_widths_and_cut_contexts_are_those_of_the_trace(pool: Any, tmp_path: Path) -> None:
-    """Repeat prompts, so that the prefix cache has K/V of the target which the draft's ring lacks ("cut" contexts)."""
+    """Repeat prompts. The prefix cache then has tokens that the draft's ring lacks, so contexts are cut."""
     ours = pool.get(
         target="dense",
         flags=(*window(RING_WINDOW), *ENABLED),

@@ -2,7 +2,8 @@
 
 Every case of `tests.tools.parameters.EXACT` is sent with every question, in random order at concurrency 8, so a batch
 mixes penalties, grammars and stop strings. Text, finish reason, token counts, logprobs and hidden states must agree
-too. Further tests require that each parameter changes answers, and that drafts are accepted in each table row.
+too. Further tests require that parameters change answers (`Case.bites`), and that drafts are accepted in each table
+row.
 """
 
 from collections.abc import Callable
@@ -89,7 +90,7 @@ def test_same_numbers(battery: Battery, case: Case) -> None:
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_the_case_changes_answers(battery: Battery, case: Case) -> None:
-    """Without speculation the parameter changes answers, or a server that ignores it would pass `test_same_answer`."""
+    """The parameter must change answers of `off`. Else a server that ignores it would pass `test_same_answer`."""
     plain = [sample.outcome for sample in samples(battery.off[PLAIN.name])]
     changed = sum(reply[0].outcome != before for reply, before in zip(battery.off[case.name], plain, strict=True))
     assert changed >= case.bites, f"{case}: changed {changed} of {len(plain)} answers; use a stronger value"

@@ -1,6 +1,6 @@
-"""Reasoning tokens are counted, and tool calls streamed, as without speculation.
+"""Reasoning tokens are counted as without speculation. Streamed tool calls equal those of an unstreamed answer.
 
-This must hold even if many tokens arrive in one streamed chunk.
+Both must hold even if one streamed chunk has many tokens.
 """
 
 import json

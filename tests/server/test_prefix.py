@@ -1,4 +1,4 @@
-"""Prefix cache: a prefix left by another request changes neither tokens nor steps, and leaks no other text.
+"""Prefix cache: a cached prefix changes no token, and steps are as predicted below. No text of other requests leaks.
 
 Without a draft window the draft's context K/V are in the target's KV slots. So they are cached with the prefix, and a
 step after a cache hit accepts as many drafts as after a full prefill. With a window they are in a ring per request,
@@ -102,7 +102,7 @@ def test_context_of_decode_steps_equals_that_of_a_prefill(serving: Serving, seed
 
 
 def test_extended_prompt_hits_the_prefix_of_a_running_request(serving: Serving) -> None:
-    """The second request extends the prompt of the first while the first still decodes."""
+    """The second request continues prompt and answer of the first, while the first still decodes."""
     first = as_prompt(conversation(10, n_turns=4), serving.target)
     second = first + serving.expected(first)[:20] + as_prompt(conversation(11, n_turns=1), serving.target)
     running = stream(serving.server, first, max_new_tokens=MAX_NEW_TOKENS)
@@ -114,7 +114,7 @@ def test_extended_prompt_hits_the_prefix_of_a_running_request(serving: Serving) 
 
 
 def test_conversations_over_the_openai_api(serving: Serving) -> None:
-    """Four concurrent conversations of five turns: every turn sends the whole history, with the server's answers."""
+    """Run four concurrent conversations of five turns. Every turn sends the whole history with the server's answers."""
     client = serving.server.openai()
 
     def converse(seed: int) -> int:
@@ -135,9 +135,9 @@ def test_conversations_over_the_openai_api(serving: Serving) -> None:
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_requests_that_share_a_prefix_and_diverge(serving: Serving, warm: bool) -> None:
-    """Sixteen requests share a prefix.
+    """Send sixteen requests with a common prefix: twelve different questions follow it, four of them twice.
 
-    Twelve different questions follow, four of them twice. Warm: the prefix is cached.
+    If `warm`, the prefix is cached before.
     """
     common = conversation(20, n_turns=3)[:-1]  # ends with an answer
     prompts = [as_prompt([*common, *conversation(30 + i % 12, n_turns=1)], serving.target) for i in range(16)]

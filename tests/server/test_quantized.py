@@ -30,7 +30,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
-    """`served(arm, "hybrid", "fp8")`: a server with a quantized target, or without a format with the plain one."""
+    """`served(arm, target, form)`: a server whose target is quantized in format `form`, or unchanged if it is None."""
     started: list[Server] = []
 
     def get(arm: Arm, target: str, form: str | None = None, **kwargs: Any) -> Server:
@@ -68,7 +68,7 @@ def test_answers_are_the_targets_and_steps_the_built_in_workers(
 
 
 def test_quantized_head_on_two_ranks(served: Callable, questions: Callable) -> None:
-    """SGLang's own worker crashes when it scores drafts with such a head."""
+    """Leave out SGLang's own worker, which crashes when ranks score drafts with parts of a quantized head."""
     off, ours = (
         answers(served(arm, "dense", "int8-head", **TWO_RANKS), questions(N_PROMPTS, "dense"))
         for arm in (Arm.OFF, Arm.PLUGIN)

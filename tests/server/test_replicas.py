@@ -1,4 +1,4 @@
-"""Replicas without shared state: data-parallel ranks of one server (`--dp-size`), and servers after SGLang's router."""
+"""Replicas answer like one server: data-parallel ranks (`--dp-size`), and two servers that share SGLang's router."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ def test_two_ranks_answer_like_one_in_as_many_steps(
     assert min(n_steps) > 0, "one rank was idle"
 
 
-# -- servers behind a router ---------------------------------------------------------------------------------------
+# -- two servers and a router --------------------------------------------------------------------------------------
 
 
 class Fleet(NamedTuple):

@@ -1,6 +1,6 @@
-"""Two tensor-parallel ranks over gloo answer like a single rank, draw the same tokens, and exchange little if greedy.
+"""Two tensor-parallel ranks over gloo answer like one rank, draw the same tokens, and gather no logits if greedy.
 
-SGLang seeds all ranks alike, so they would agree without an exchange. These tests seed each rank differently
+SGLang seeds all ranks alike, so they would agree without an exchange. The fixture `two_ranks` seeds them differently
 (`unlike_ranks/`). With `SGLANG_SPEC_TP_SYNC=off` each rank keeps its own draw, and `test_ranks_draw_the_same_tokens`
 fails: step lengths differ between the ranks, and the server hangs.
 """
@@ -67,8 +67,8 @@ def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> N
 # -- exchange per step ---------------------------------------------------------------------------------------------
 
 VOCABULARY = 1024  # size in the tiny pair
-# Most elements gathered per verified row: two ranks give a value and a token id, once for the verify and at most twice
-# for the draft, whose captured graph is padded to less than twice the rows.
+# Most elements gathered per verified row. Two ranks give a value and a token id: once for the verify, and up to twice
+# for the draft, because its captured graph may be padded to almost twice the rows.
 PER_ROW = 2 * 2 * (1 + 2)
 NEEDS_LOGITS = (
     greedy("frequency_penalty", "penalised", 0, frequency_penalty=1.2),
@@ -111,14 +111,14 @@ def test_greedy_steps_gather_numbers_not_logits(counted: Server) -> None:
 
 @pytest.mark.parametrize("case", NEEDS_LOGITS, ids=str)
 def test_steps_that_need_logits_gather_them(counted: Server, case: Case) -> None:
-    """This also shows that the log counts gathers inside captured graphs."""
+    """Check also that the log counts gathers inside captured graphs."""
     _, gathered = gathered_per_row(counted, [(chat(QUESTIONS[0]), case)])
     assert len(gathered) >= 2
     assert min(gathered) >= VOCABULARY
 
 
 def test_mixed_batches_answer_as_without_speculation(counted: Server, off: Server) -> None:
-    """Requests that need logits are mixed with plain ones, so steps with and without a gather of logits alternate."""
+    """Mix requests that need logits with plain ones, so that steps with and without a gather of logits alternate."""
     cases = [*EXACT, *[PLAIN] * len(EXACT)]
     asked = [(chat(question), case) for case in cases for question in QUESTIONS[:2]]
     Random(0).shuffle(asked)

@@ -1,4 +1,4 @@
-"""Weight updates of the draft or the target while serving: from pushed tensors, and from a checkpoint on disk."""
+"""Weight updates of draft and target in a running server, from pushed tensors, a process group or a checkpoint."""
 
 import shutil
 from collections.abc import Callable
@@ -160,9 +160,9 @@ def test_unknown_tensor_is_refused(whole: Server, questions: Callable) -> None:
 
 
 def test_draft_uses_head_of_updated_target(whole: Server, off: Server, questions: Callable) -> None:
-    """After an update of the target's head and embedding, which the draft uses, steps equal those of plain torch.
+    """Update the target's head and embedding, which the draft uses.
 
-    Answers equal those without speculation.
+    Afterwards steps must equal those of plain torch, and answers those without speculation.
     """
     prompts, original = questions(3, seed=13), load_file(HYBRID.target / "model.safetensors")
     names = [name for name in original if "lm_head" in name or "embed_tokens" in name]

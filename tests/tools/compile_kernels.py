@@ -2,16 +2,19 @@
 
     python -m tests.tools.compile_kernels [--archs 80 90 100] [--short]
 
-The package's launch functions run on meta tensors with the sizes of published models. `Driver` makes Triton compile
-and not launch. So dtypes, strides and specialisations equal those of a server.
+The package's launch functions run on meta tensors with the sizes of published models. With `Driver`, Triton compiles
+but does not launch. So dtypes, strides and specialisations equal those of a server.
 
-Fails if a kernel spills registers, or needs more registers than `REGISTERS` allows. Also fails if Triton compiles a
-kernel again though `sglang_dflash_kernels.specialisations` lists nothing new, because a server would then compile while
-serving; or if it does not compile though something new is listed.
+Fails if a kernel:
+- does not compile, or compiles although `config` refuses to serve it;
+- spills registers, or needs more registers than `REGISTERS` allows;
+- is compiled again though `sglang_dflash_kernels.specialisations` lists nothing new: a server would compile while
+  serving;
+- is not compiled again though `specialisations` lists something new.
 
-Columns: registers per thread; shared memory in bytes; resident programs per multiprocessor; number of instructions, and
-number of instructions in each innermost loop; number of tensor-core instructions. The last line of stdout is one JSON
-document.
+Columns: warps of a program; registers and bytes of stack per thread; bytes of shared memory; resident programs per
+multiprocessor; number of instructions; number of tensor-core instructions; length of each innermost loop, in
+instructions. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -132,7 +135,10 @@ class Driver:
 
 
 def compilations(arch: int, launches: Iterator[KernelLaunch]) -> Iterator[Compiled | str]:
-    """Yield the code that Triton compiles for `launches`, and a string for each missing or unexpected compilation."""
+    """Yield compiled code for `launches`, and a complaint for each missing or unexpected compilation.
+
+    The string is empty if a `refused` launch does not compile, as it must.
+    """
     device = Driver(arch)
     driver.set_active(device)
     for kernel in KERNELS.values():

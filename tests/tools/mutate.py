@@ -3,8 +3,8 @@
     python -m tests.tools.mutate            # all rows, two at a time
     python -m tests.tools.mutate gdn_verify # rows whose file name or description has this word
 
-A row is one edit of one file (`old` occurs there once) and a test that must fail with the edit; the test starts no
-server. `make test` runs the same tests without the edit, and they must pass.
+A row is one edit of one file, where `old` occurs once, and one or more tests. With the edit, at least one must fail.
+The tests start no server. `make test` runs them without the edit, and they must pass.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TABLES = ROOT / "tests" / "mutations"
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", ".run", ".gpu", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"
 )
-LIMIT_S = 300
+LIMIT_S = 300  # longest run of a row's tests
 FAILED, CRASHED = 1, 2  # exit statuses of pytest: a test failed; a test could not be collected
 
 
@@ -35,7 +35,7 @@ class Mutation(NamedTuple):
     Attributes:
         file: path from the root of the tree.
         old: text that occurs once in the file; `new` replaces it.
-        test: pytest node that fails with the edit, or several separated by spaces.
+        test: pytest node that fails with the edit, or several nodes, separated by spaces, of which one fails.
         what: sentence that states the mistake.
     """
 
@@ -63,7 +63,7 @@ def read(tables: Path = TABLES) -> Iterator[Mutation]:
 
 
 def status(mutation: Mutation, tree: Path, env: dict[str, str]) -> int:
-    """Return pytest's exit status with the edit in `tree`, which is restored afterwards."""
+    """Return pytest's exit status with the edit in `tree`, or `FAILED` after `LIMIT_S`. The file is restored."""
     before = mutation.apply(tree)
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *mutation.test.split()]
     try:
@@ -85,7 +85,7 @@ def main() -> None:
         for i in range(asked.processes):
             tree = Path(folder).resolve() / str(i)
             shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
-            links = tree / "links"  # else an editable installation would import the kernels of ROOT
+            links = tree / "links"  # without it, an editable installation would import the kernels of ROOT
             links.mkdir()
             (links / "sglang_dflash_kernels").symlink_to(tree / "kernels")
             path = {"PYTHONPATH": f"{links}{os.pathsep}{tree}", "PYTHONSAFEPATH": "1"}

@@ -1,4 +1,4 @@
-"""Table of request parameters, and functions that send one request and read its answer.
+"""Table of request parameters, and functions that send requests and read their answers.
 
 Token ids are those of the tiny pair's tokenizer.
 """
@@ -218,7 +218,7 @@ def begun(case: Case) -> list[int]:
 
 
 def path_with(folder: Path) -> dict[str, str]:
-    """Return variables that put `folder`, which has a `sitecustomize.py`, and `after_loading` first on PYTHONPATH."""
+    """Return the variable PYTHONPATH with `folder`, which has a `sitecustomize.py`, and `after_loading` put first."""
     path = (str(folder), str(AFTER_LOADING), os.environ.get("PYTHONPATH"))
     return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
@@ -248,7 +248,7 @@ Reply = list[Sample] | Refusal
 
 
 def ask(server: Server, prompt: Sequence[int], case: Case, **sampling: Any) -> Reply:
-    """Send one request, greedy unless the case changes that; the case overrides `sampling`."""
+    """Send one request, greedy by default. `sampling` overrides the defaults, and the case overrides `sampling`."""
     defaults = {"temperature": 0.0, "max_new_tokens": MAX_NEW_TOKENS}
     body = {"input_ids": list(prompt), "sampling_params": defaults | sampling | dict(case.sampling), **case.fields}
     with httpx.Client(base_url=server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as http:
@@ -269,7 +269,7 @@ def ask_all(
 
 
 def draws(server: Server, case: Case, n: int, per_request: int = 100) -> list[distribution.Draw]:
-    """Draw the first tokens of `n` answers to a case of `SAMPLED`; raise ServerError if it is refused."""
+    """Return the first tokens of `n` answers to a case of `SAMPLED`; raise ServerError if the server refuses it."""
     case = case._replace(sampling=case.sampling | {"n": per_request, "max_new_tokens": distribution.N_POSITIONS})
     found = list[distribution.Draw]()
     for reply in ask_all(server, [(begun(case), case)] * -(-n // per_request), concurrency=2):
@@ -287,7 +287,7 @@ def message_of(response: httpx.Response) -> str:
 
 
 def streamed(response: httpx.Response) -> dict[str, Any]:
-    """Return the last event of a stream; require that each event's tokens begin with those of the event before."""
+    """Return the last event of a stream; raise ValueError if an event lacks tokens of the event before."""
     events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: {")]
     for before, after in pairwise(events):
         n = len(before["output_ids"])
@@ -297,7 +297,7 @@ def streamed(response: httpx.Response) -> dict[str, Any]:
 
 
 def numbers_of(sample: Sample) -> dict[str, list[Any]]:
-    """Return every logprob of an answer by SGLang's name of the list, and the hidden states of its tokens."""
+    """Return an answer's lists of log-probabilities, by SGLang's names, and the hidden states of its tokens."""
     numbers = {name: rows for name, rows in sample.meta.items() if name.endswith("logprobs") and rows}
     if "hidden_states" in sample.meta:
         numbers["hidden_states"] = chosen_from(sample.meta["hidden_states"])

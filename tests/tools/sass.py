@@ -57,7 +57,7 @@ class Code(NamedTuple):
     instructions: list[Instruction]
     loops: list[Loop]  # in the order of the code
     registers: int  # per thread
-    stack: int  # bytes per thread; more than 0 where registers are spilled
+    stack: int  # bytes per thread; above 0 if registers are spilled
 
     def count(self, *names: str) -> int:
         """Count instructions with one of `names`, which have no suffixes."""
@@ -67,7 +67,7 @@ class Code(NamedTuple):
         """Return one warp's instructions if loop i runs `trips[i]` times and no forward branch is taken.
 
         Raises:
-            ValueError: the code has another number of innermost loops.
+            ValueError: `trips` does not have one number for each innermost loop.
         """
         path, at = [], 0
         for (first, last), n in zip(self.loops, trips, strict=True):
@@ -77,7 +77,7 @@ class Code(NamedTuple):
 
 
 def stages(path: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Split executed instructions after each EXIT; with a predicate only some of the programs exit there."""
+    """Split executed instructions after each EXIT. If an EXIT has a predicate, only some programs exit there."""
     cuts = [0, *(at + 1 for at, i in enumerate(path) if i.name == "EXIT"), len(path)]
     return [list(path[first:last]) for first, last in pairwise(cuts)]
 

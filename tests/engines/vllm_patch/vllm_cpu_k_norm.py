@@ -1,8 +1,8 @@
 """vLLM plugin that fixes the norm of the draft's context keys on a CPU; every process of vLLM loads it.
 
-On a CPU, vLLM 0.32 normalises the context keys of all draft layers with the first layer's weights, because its kernel
-reads only one row of the weights that `DFlashQwen3Model._normalize_context_k` passes. Answers are right without the
-fix, but fewer drafts are accepted.
+On a CPU, vLLM 0.32 normalises the context keys of all draft layers with the first layer's weights: its kernel reads one
+row of the weights that `DFlashQwen3Model._normalize_context_k` passes. Answers are right without the fix, but fewer
+drafts are accepted.
 """
 
 import torch

@@ -16,7 +16,7 @@ FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 
 
 def drafts_in_the_graph(drafter) -> None:
-    """Return drafts in the captured graph's own memory, not as a copy, so that a later replay overwrites them."""
+    """Return drafts in the captured graph's own memory instead of a copy. A later replay overwrites them."""
     draft = drafter.Drafter.draft
 
     def draft_uncopied(self, plan, *, graphs):
@@ -60,7 +60,7 @@ def a_host_length_in_the_draft(draft_model) -> None:
 
 
 def a_page_table_in_new_memory(flash_attention) -> None:
-    """Make a backend write the plan of a replay into new memory, which no captured kernel reads."""
+    """Write the page table of a replay into new memory, which no captured kernel reads."""
     backend = flash_attention.FlashAttentionBackend
     prepare = backend._set_decode_page_metadata
 
@@ -77,7 +77,7 @@ def prompts_on_the_last_width(verifier) -> None:
 
 
 def a_barrier_left_out(scheduler) -> None:
-    """Let the scheduler write a row of the request table while the previous forward may still read it."""
+    """Skip a barrier: the scheduler then writes to the request table while the previous forward may still read it."""
     scheduler.Scheduler._apply_war_barrier = lambda self: None
 
 

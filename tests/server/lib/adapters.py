@@ -19,7 +19,7 @@ MODULES = {
     "hybrid": ("gate_proj", "up_proj", "down_proj"),
 }
 RANKS = {"calm": 4, "wild": 8, "late": 8}  # LoRA rank by adapter; a batch may mix ranks
-STRENGTH = {"calm": 0.3, "wild": 0.6, "late": 0.45}  # standard deviation of a change over that of the matrix
+STRENGTH = {"calm": 0.3, "wild": 0.6, "late": 0.45}  # standard deviation of the change, relative to the matrix's
 
 
 class Adapter(NamedTuple):
@@ -53,7 +53,7 @@ def write(name: str, pair: Pair, modules: tuple[str, ...], folder: Path) -> Adap
 
 
 def flags(adapters: dict[str, Adapter], backend: str = "torch_native") -> tuple[str, ...]:
-    """Return flags of a server that starts with these adapters and can load more, up to the largest of `RANKS`."""
+    """Return flags of a server that starts with these adapters and can load others of `RANKS`."""
     paths = [f"{name}={adapter.path}" for name, adapter in adapters.items()]
     return (
         *("--enable-lora", "--lora-paths", *paths),

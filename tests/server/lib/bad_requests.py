@@ -88,7 +88,7 @@ OPENAI = {f"chat {name} {value}": chat(**{name: value}) for name, values in CHAT
     "completion-n-zero": completion(n=0),
     "completion-best_of-text": completion(best_of="two"),
 }
-# The next dictionaries have requests that crash a server without the plugin, except for those in `OUTLIVED`.
+# Requests of the next three dictionaries crash a server without the plugin, except for those in `OUTLIVED`.
 NO_PROMPT = {
     "text-empty": fields(text=""),
     "text-empty-beside-another": fields(text=["Spell", ""]),
@@ -130,7 +130,7 @@ TOO_MANY = {
     "chat-n-past-memory": chat(n=2**40),
     "completion-n-past-memory": completion(n=2**16 + 1),
 }
-# SGLang on a CPU survives these. It answers an empty prompt in a batch with another, samples token 0 from NaN, and
+# SGLang on a CPU survives these. It answers an empty prompt in a batch with another, and samples token 0 from NaN. It
 # reads stop ids only if a request of the batch has min_new_tokens. Its OpenAI API refuses an empty string.
 OUTLIVED = {
     "text-empty-beside-another", "input_ids-empty-beside-others", "completion-prompt-empty", "logit_bias-past-fp32",

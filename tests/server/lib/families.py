@@ -86,7 +86,8 @@ GEMMA4_OUTER = {
 class Family(NamedTuple):
     """Architecture: class names in Transformers (`model`, `config`), and config fields.
 
-    `fields` are those of the text model, `outer` those beside `text_config` if the target has vision.
+    `fields`: config of the text model. `outer`: fields next to `text_config` in a target with vision; if empty,
+    `VISION` and `IMAGES`.
     """
 
     model: str

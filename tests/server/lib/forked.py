@@ -13,7 +13,7 @@ from sglang_dflash.servers.server import Process, Server
 from tests.fixtures.forking import ForkedProcess
 from tests.tools.parameters import REFERENCE_ENV
 
-# Variables read when a server starts, not at import. Other variables require a start from the command line.
+# Variables that are read when a server starts, not at import. With others, `make_server` does not fork.
 READ_LATER = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "SGLANG_CHECK_KV_PAGE_INVARIANTS",
     "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_MAMBA_CONV_DTYPE",
@@ -33,9 +33,10 @@ class ForkedServer(Server):
 
 
 def make_server(command: Sequence[str], env: Mapping[str, str], **options: Any) -> Server:
-    """Return a server, not started. It is forked if no variable of `env` is read while SGLang is imported.
+    """Return a server, not started. It is forked unless SGLang's import may read a variable of `env`.
 
-    Reference servers set PYTHONPATH (`REFERENCE_ENV`), so a second forking process serves them.
+    SGLANG_DFLASH_* are no obstacle. Reference servers set PYTHONPATH (`REFERENCE_ENV`) and have a forking process of
+    their own.
     """
     early = {name: env[name] for name in env if name not in READ_LATER and not name.startswith("SGLANG_DFLASH_")}
     forks = early in ({}, REFERENCE_ENV)

@@ -1,7 +1,8 @@
 """Random requests, valid and invalid, for two servers that must answer alike. Hypothesis draws and shrinks them.
 
-A request is drawn field by field from valid values; in one of four draws one value is replaced by an invalid one
-(`ODD`). One to eight requests are sent at once, so that they share batches.
+A request is drawn field by field. In one of four draws of sampling parameters, or of other fields, one value is
+replaced by an invalid one (`ODD`). Some prompts and fields are invalid too (`odd_prompts`, `ODD_FIELDS`). One to
+eight requests are sent at once, so that they share batches.
 """
 
 import json

@@ -13,8 +13,8 @@ from tests.server.lib.variants import WINDOW, Variant
 def pair_of(row: Variant | Rehearsal, folder: Path) -> Pair:
     """Return a tiny pair. If the row has `draft_layers`, the draft is a copy in `folder` with these layer types.
 
-    Fewer drafts of a changed draft are accepted, which the tests allow, because they compare steps. Its sliding layers
-    have a window of 64 tokens, own token included. With `both_ways` they are non-causal in the block.
+    The copy's drafts are accepted less often, which the tests allow, because they compare steps with plain torch. Its
+    sliding layers have a window of 64 tokens, own token included. With `both_ways` they are non-causal in the block.
     """
     pair = (SECOND if row.second else PAIRS)[row.target]
     if not row.draft_layers:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.tiny.pairs import Pair
 
-PLAIN = ("in_proj_a", "in_proj_b", "lm_head")  # layers not quantized: the first two are narrower than a block
+PLAIN = ("in_proj_a", "in_proj_b", "lm_head")  # not quantized in fp8 and AWQ: the first two are narrower than a block
 FP8_MAX, INT8_MAX, BLOCK = 448.0, 127.0, 128
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # index of the output in each four-bit field of an int32, lowest field first
 Tensors = Iterator[tuple[str, torch.Tensor]]

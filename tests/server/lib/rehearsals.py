@@ -1,6 +1,7 @@
 """Server configurations of `test_rehearsal.py`, under GPU emulation: attention backends, captured graphs, streams.
 
-Answers and steps of each are compared with plain torch at concurrency 1, 3 (padded to a captured batch of 4) and 8.
+Answers, and steps if `knows_steps`, are compared with plain torch at concurrency 1, 3 and 8. A graph captured
+for 4 requests also runs batches of 3, padded.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Rehearsal(NamedTuple):
     draft_layers: tuple[str, ...] = ()
     both_ways: bool = False  # sliding layers are non-causal in the block
     second: bool = False  # the DFlash 2 draft
-    knows_steps: bool = True  # False: the verify width varies, so steps are not compared with plain torch
+    # False: steps are not compared with plain torch. The verify width varies, or the backend has another window.
+    knows_steps: bool = True
     n_prompts: int = 12
     max_new_tokens: int = 64
 

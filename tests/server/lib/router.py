@@ -1,4 +1,4 @@
-"""SGLang's router in front of running servers, and the number of requests that each server answered."""
+"""SGLang's router in front of running servers, and a count of the prefill batches of each server."""
 
 import sys
 import time
@@ -42,7 +42,7 @@ def serves(router: Server) -> bool:
 
 
 def n_answered(server: Server) -> int:
-    """Return the number of prefills in the server's log, which grows with the requests that it serves."""
+    """Return the number of prefill batches in the server's log; it grows when the server gets requests."""
     return server.log_text().count("Prefill batch")
 
 

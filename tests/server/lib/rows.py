@@ -14,7 +14,7 @@ GAP = 1e-4  # largest difference of values about 1; fp32 sums are taken in anoth
 
 
 def require_rows(target: Path, prompt: Sequence[int], answer: Generation, n_missing: int = 0) -> None:
-    """Require a hidden state per answer token, that from which the token was chosen, except the first `n_missing`."""
+    """Require for each answer token the hidden state from which it was chosen, except for the first `n_missing`."""
     found = chosen_from(answer.meta["hidden_states"])
     n_tokens = len(answer.token_ids)
     assert n_tokens == answer.meta["completion_tokens"]
@@ -26,7 +26,7 @@ def require_rows(target: Path, prompt: Sequence[int], answer: Generation, n_miss
 
 
 def require_logprobs(target: Path, prompt: Sequence[int], answer: Generation) -> None:
-    """Require the log-probabilities of an answer's tokens; wrong K/V would change them."""
+    """Require that the log-probabilities of an answer's tokens equal Transformers'. Wrong K/V would change them."""
     found = torch.tensor([logprob for logprob, *_ in answer.meta["output_token_logprobs"]])
     ids = torch.tensor([[*prompt, *answer.token_ids[:-1]]])
     with torch.inference_mode():

@@ -197,9 +197,10 @@ class Soak:
         return differs(first.token_ids, entry.token_ids[:cut]) or differs(second.token_ids, rest)
 
     def updated(self, random: Random, i: int) -> str | None:
-        """Reload the served weights of the target or of the draft; the server finishes running requests first.
+        """Reload the served weights of the target or of the draft.
 
-        If a request of a disconnected client still runs, SGLang loads the weights and reports that its cache is in use.
+        SGLang first waits for requests of connected clients. If a disconnected client's request still runs, SGLang
+        loads the weights but reports that its cache was not flushed.
         """
         body = {"model_path": str(random.choice(HYBRID)), "flush_cache": True}
         with self.pausing:
@@ -215,7 +216,7 @@ def differs(found: list[int], expected: list[int]) -> str | None:
 
 
 def growth(rss_mib: Sequence[float]) -> tuple[float, float]:
-    """Return by how many MiB the second half exceeds the peak of the first half, and the limit for this growth.
+    """Return the MiB by which the peak of the second half exceeds that of the first half, and the limit for it.
 
     In the first half SGLang's caches and the allocator's arenas fill. The limit is the growth of the first half after
     its middle, plus 16 MiB for the allocator. If each step leaked the logits of its blocks, 64 KiB per request here,

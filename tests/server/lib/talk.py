@@ -22,7 +22,7 @@ Message = dict[str, str]
 
 @cache
 def tokenizer(target: str = "hybrid") -> Any:
-    # Imported late, because it imports Triton, for which tests/kernels/conftest.py first sets TRITON_INTERPRET.
+    # Imported late: `transformers` imports Triton, and tests/kernels/conftest.py must set TRITON_INTERPRET before.
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained({"hybrid": HYBRID, "dense": DENSE}[target].target)

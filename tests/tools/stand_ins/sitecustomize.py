@@ -4,10 +4,10 @@ Order of penalties: without the overlap schedule SGLang keeps its penalizers in 
 scaling penalties differs from process to process. With the overlap schedule, and with these patches, additive penalties
 come first.
 
-Seeds: SGLang reads `sampling_seed` only in its deterministic mode. It refuses this mode on a CPU, because the mode
-needs an attention backend and matrix products that do not depend on the batch, and a kernel that hashes seeds. In fp32
-the tiny pair's answers do not depend on the batch, and `hash_in_torch` replaces the kernel. All servers of a comparison
-with seeds have these patches.
+Seeds: SGLang reads `sampling_seed` only in its deterministic mode, which it refuses on a CPU. The mode needs attention
+and matrix products that do not depend on the batch, and a kernel that hashes seeds. In fp32 the tiny pair's answers do
+not depend on the batch, and `hash_in_torch` replaces the kernel. All servers of a comparison with seeds have these
+patches.
 
 Python imports `sitecustomize` first, so the modules of `EDITS` are patched right after they are loaded.
 """

@@ -19,7 +19,7 @@ def flags_of(recipe: Recipe, gpu: str) -> dict[str, str]:
 
 
 def fits(flags: Mapping[str, str], gpu: str) -> Capacity | None:
-    """Return the capacity for requests of 8,192 tokens; None if the target is not in `known_models.TARGETS`."""
+    """Return this plugin's capacity for requests of 8,192 tokens; None if `known_models.TARGETS` lacks the target."""
     if flags["--model-path"] not in models.TARGETS:
         return None
     target = geometry.read_target(flags["--model-path"])
@@ -40,7 +40,7 @@ def fits(flags: Mapping[str, str], gpu: str) -> Capacity | None:
 
 # -- the table -----------------------------------------------------------------------------------------------------
 
-# Architecture without a tiny checkpoint -> the one tested in its place (tests/server/lib/families.py): its text model.
+# Architecture without a tiny checkpoint -> architecture of its text model, which tests/server/lib/families.py has.
 TEXT_MODELS = {"KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM"}
 # Architectures that are tested under GPU emulation, and why SGLang serves them on GPUs only.
 REHEARSED = {
