@@ -151,15 +151,18 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.demo.page(nonce).encode())
 
     def do_POST(self) -> None:
-        side, n_bytes = self.path.removeprefix("/answer/"), int(self.headers.get("Content-Length") or 0)
+        side, length = self.path.removeprefix("/answer/"), self.headers.get("Content-Length") or "0"
         if not self.is_ours() or side not in self.demo.sides or self.headers.get("Content-Type") != "application/json":
             self.send_error(404)
             return
-        if n_bytes > MOST_BYTES:
+        if not length.isdecimal():
+            self.send_error(400, "Content-Length must be a number of bytes")
+            return
+        if int(length) > MOST_BYTES:
             self.send_error(413)
             return
         try:
-            messages = conversation(self.rfile.read(n_bytes))
+            messages = conversation(self.rfile.read(int(length)))
         except ValueError as error:
             self.send_error(400, str(error))
             return

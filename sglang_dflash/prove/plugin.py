@@ -99,8 +99,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put the checks of the short form first, and remove checks that were not selected."""
     run = config.stash[RUN]
     kept = [item for item in items if facts_of(item).short or not run.place.short]
-    if unknown := set(run.only) - {facts_of(item).name for item in kept}:
+    if unknown := set(run.only) - {facts_of(item).name for item in items}:
         raise pytest.UsageError(f"no check is called {', '.join(sorted(unknown))}; --list names them")
+    if longer := set(run.only) - {facts_of(item).name for item in kept}:
+        raise pytest.UsageError(f"{', '.join(sorted(longer))}: not in the short form; leave out --short")
     kept.sort(key=lambda item: not facts_of(item).short)
     items[:] = [item for item in kept if not run.only or facts_of(item).name in run.only]
 

@@ -63,14 +63,13 @@ def read_prompts(path: Path) -> list[Line]:
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
-        row = json.loads(line)
-        messages = row.get("messages") if isinstance(row, dict) else None
-        if not messages or messages[-1].get("role") not in ("user", "tool"):
-            raise ValueError(
-                f'{path}, line {number}: give {{"messages": [...]}} whose last turn is of the user or of a tool'
-            )
         try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not row.get("messages"):
+                raise ValueError('give {"messages": [...]}')
             require_line(row)
+            if (role := row["messages"][-1].get("role")) not in ("user", "tool"):
+                raise ValueError(f"the last turn has the role {role!r}; end with a turn of the user or of a tool")
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         found.append(row)

@@ -108,7 +108,7 @@ def as_module(words: list[str]) -> list[str]:
 
 COMMANDS = list(dict.fromkeys(tuple(words) for page in CHECKED for words in commands(page)))
 MODULES = [words for words in COMMANDS if words[0].endswith("python") and words[1] == "-m"]
-FOR_SERVERS = "--model-path", "--speculative-algorithm"
+FOR_SERVERS = "--model-path"
 
 
 class Parsed(Exception):
@@ -116,7 +116,7 @@ class Parsed(Exception):
 
 
 def for_sglang(words: tuple[str, ...]) -> bool:
-    return words[2] == "sglang.launch_server" or (words[2] == "sglang_dflash.check" and FOR_SERVERS[0] in words)
+    return words[2] == "sglang.launch_server" or (words[2] == "sglang_dflash.check" and FOR_SERVERS in words)
 
 
 def test_every_command_is_of_a_kind_that_is_checked() -> None:

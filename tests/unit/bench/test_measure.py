@@ -180,6 +180,7 @@ def test_a_run_has_steps_only_if_every_answer_has():
     counted, uncounted = Completion(2, steps=Steps(1, 0)), Completion(2)
     assert Measurement([counted, uncounted], 1.0, 0.0).steps is None
     assert math.isnan(Steps(0, 0).committed_per_step)
+    assert all(map(math.isnan, Steps(0, 0, (0,)).acceptance_by_position))
     assert Measurement([uncounted, uncounted], 1.0, 0.0, counted=Steps(2, 2)).steps == Steps(2, 2)
 
 

@@ -5,6 +5,7 @@ tests/server opens the page in a browser.
 
 import json
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -167,6 +168,15 @@ def test_foreign_hosts_and_paths_get_no_page(url):
 def test_oversized_and_misdirected_requests_are_refused(url):
     assert ask(url, body=b" " * (MOST_BYTES + 1)).status_code == 413
     assert ask(url, side="aside").status_code == 404
+
+
+def test_a_length_that_is_no_number_is_refused(url):
+    connection = HTTPConnection(url.removeprefix("http://"))
+    connection.putrequest("POST", "/answer/with")
+    for name, value in (("Content-Type", "application/json"), ("Content-Length", "ten")):
+        connection.putheader(name, value)
+    connection.endheaders()
+    assert connection.getresponse().status == 400
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_without_time_nothing_runs(folder):
     ("words", "message"),
     [
         (["--only", "draft"], "no check is called draft; --list names them"),
+        (["--short", "--only", "whole form"], "whole form: not in the short form; leave out --short"),
         (["--shrot"], "unrecognized arguments: --shrot"),
         (["--model-path", "M"], "found one of --model-path and --draft-path; give both"),
     ],

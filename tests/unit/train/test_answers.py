@@ -96,12 +96,18 @@ def test_an_empty_answer_is_left_out(tmp_path: Path, content: str | None) -> Non
 
 @pytest.mark.parametrize(
     ("second", "message"),
-    [(line("a", toolz=1), "line 2: unknown key 'toolz'"), ({"messages": []}, "line 2: give")],
-    ids=["an unknown key", "no question"],
+    [
+        (json.dumps(line("a", toolz=1)), "line 2: unknown key 'toolz'"),
+        ('{"messages": []}', "line 2: give"),
+        ('{"messages": ["a"]}', "line 2: 'messages' must be a list of objects"),
+        ('{"messages": [{"role": "assistant"}]}', "line 2: the last turn has the role 'assistant'; end with"),
+        ("{", "line 2: Expecting property name"),
+    ],
+    ids=["an unknown key", "no question", "no turn", "an answer at the end", "no JSON"],
 )
 def test_a_bad_prompt_is_named(tmp_path, second, message):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(map(json.dumps, (line("a", tools=TOOLS), second))))
+    path.write_text(json.dumps(line("a", tools=TOOLS)) + "\n" + second)
     with pytest.raises(ValueError, match=message):
         answers.read_prompts(path)
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from jinja2 import TemplateError
 
 from sglang_dflash.train.text import Batches, padded, read_documents
 from sglang_dflash.train.tiny_pair import CHAT_TEMPLATE
@@ -91,6 +92,15 @@ def test_messages_need_a_chat_template(tmp_path):
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(ValueError, match="has no chat template"):
         read(tmp_path / "data.jsonl", [chat], Letters(chat_template=None))
+
+
+def test_a_line_that_the_template_refuses_is_named(tmp_path):
+    class Strict(Letters):
+        def apply_chat_template(self, messages, tokenize, tools, add_generation_prompt):
+            raise TemplateError("roles must alternate")
+
+    with pytest.raises(ValueError, match="line 1: roles must alternate"):
+        read(tmp_path / "data.jsonl", [{"messages": [{"role": "user", "content": "a"}]}], Strict())
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
