@@ -88,7 +88,6 @@ class Flag:
     default: str
     values: tuple[str, ...]  # accepted values
     meaning: str
-    whose: str = "sglang-dflash"  # origin of the variable, for the table in the documentation
     pattern: str = "(?!)"  # regular expression of further values; by default none
     example: str = ""  # a value that matches `pattern`
 
@@ -159,29 +158,25 @@ FLAGS = (
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
-        "Old switch of the overlap schedule. `1` changes nothing, `0` acts as `--disable-overlap-schedule`.",
-        "model cards",
+        "Variable of older SGLang, on model cards. `1` changes nothing, `0` acts as `--disable-overlap-schedule`.",
     ),
     Flag(
         "SGLANG_ENABLE_DFLASH_SPEC_V2",
         "1",
         _OFF_ON,
         "As `SGLANG_ENABLE_SPEC_V2`.",
-        "model cards",
     ),
     Flag(
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
         "0",
         _OFF_ON,
-        "`1`: plan a step on a second CUDA stream.",
-        "SGLang",
+        "SGLang's own variable. `1`: plan a step on a second CUDA stream.",
     ),
     Flag(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
         "0",
         _OFF_ON,
-        "`1`: allow `--context-length` above the model's limit.",
-        "SGLang",
+        "SGLang's own variable. `1`: allow `--context-length` above the model's limit.",
     ),
 )
 
@@ -221,10 +216,10 @@ def current() -> Flags:
 
 def table() -> str:
     """Return the flags as a Markdown table, for `docs/environment.md`."""
-    rows = ["| variable | values | default | whose | meaning |", "|---|---|---|---|---|"]
+    rows = ["| variable | values | default | meaning |", "|---|---|---|---|"]
     rows += [
         f"| `{flag.name}` | {', '.join(f'`{value}`' for value in spellings(flag))} | `{flag.default}` "
-        f"| {flag.whose} | {flag.meaning} |"
+        f"| {flag.meaning} |"
         for flag in FLAGS
     ]
     return "\n".join(rows) + "\n"
