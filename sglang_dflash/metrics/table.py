@@ -101,7 +101,7 @@ METRICS = (
         f"Time of a step's stages {', '.join(STAGES)}, measured in one step of {SAMPLE_EVERY}. On a GPU: device time "
         "between CUDA events. On a CPU: host time.",
         "`draft` above a third of `verify`: use a smaller window or another `--speculative-draft-attention-backend`. "
-        "`choose` in milliseconds: grammars or penalties cause it. All stages high while the GPU idles: the host is "
+        "`choose` in milliseconds: caused by grammars or penalties. All stages high while the GPU idles: the host is "
         "slow, or no graph was captured for this batch size (`--cuda-graph-max-bs-decode`).",
     ),
     Metric(
