@@ -158,7 +158,8 @@ FLAGS = (
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
-        "Variable of older SGLang, on model cards. `1` changes nothing, `0` acts as `--disable-overlap-schedule`.",
+        "Variable of older SGLang that model cards still set. `1` changes nothing, `0` acts as "
+        "`--disable-overlap-schedule`.",
     ),
     Flag(
         "SGLANG_ENABLE_DFLASH_SPEC_V2",
