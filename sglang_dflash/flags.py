@@ -88,7 +88,6 @@ class Flag:
     default: str
     values: tuple[str, ...]  # accepted values
     meaning: str
-    whose: str = "sglang-dflash"  # origin of the variable, for the table in the documentation
     pattern: str = "(?!)"  # regular expression of further values; by default none
     example: str = ""  # a value that matches `pattern`
 
@@ -109,16 +108,14 @@ FLAGS = (
         "fold",
         tuple(GdnState),
         "Recurrent states of Gated DeltaNet targets. `fold`: record each token's change of the state, and add the "
-        "changes of accepted tokens. `snapshot`: keep a full state per token, as the built-in worker does.",
+        "changes of accepted tokens. `snapshot`: store a full state per token, as the built-in worker does.",
     ),
     Flag(
         "SGLANG_DFLASH_WIDTHS",
         "auto",
         tuple(WidthPolicy),
-        "Verify width: number of tokens of a block that a step verifies. `auto`: the width that commits most tokens "
-        "per second, from 1 (no draft) to the whole block. A list: `auto` chooses among these widths; above the "
-        "block size, up to 32, n-gram copies fill the rest. One number: always this width. `fixed`: the whole block, "
-        "as in the built-in worker. `random`: for tests.",
+        "[Verify widths](tuning.md#widths): `auto`, the whole block (`fixed`), one number, or a list from which `auto` "
+        "chooses. `random`: for tests.",
         pattern=r"[0-9]+(,[0-9]+)*",
         example="1,4,8,16",
     ),
@@ -134,25 +131,20 @@ FLAGS = (
         "SGLANG_DFLASH_COPY",
         "auto",
         tuple(Copy),
-        "N-gram copies (prompt lookup): replace the end of a drafted block by the tokens that followed the same "
-        "n-gram earlier in the request, if such copies have been accepted often enough. `auto`: if the server "
-        "supports copies. `on`: refuse the launch if it does not. `off`: never. `random`: use every copy, for tests.",
+        "[N-gram copies](tuning.md#copies). `auto`: if the server supports copies. `on`: refuse the launch if the "
+        "server does not. `random`: for tests.",
     ),
     Flag(
         "SGLANG_DFLASH_DRAFT_HEAD",
         "full",
         ("full", "fp8"),
-        "Output head for the draft. `full`: the target's. `fp8`: an fp8 copy of the target's with a scale per row; it "
-        "takes half the head's memory in addition. Answers do not change.",
+        "[Output head of the draft](tuning.md#draft-head): the target's head (`full`), or an fp8 copy.",
     ),
     Flag(
         "SGLANG_DFLASH_REHEARSE",
         "off",
         ("off", "1", "sm90", "sm100"),
-        "GPU emulation on a CPU: run SGLang's code paths, graph capture and attention backends of this compute "
-        "capability (`1`: sm90), with plain torch in place of their kernels. `,kernels`: run this plugin's Triton "
-        "kernels in Triton's interpreter. `,streams`: stop the server at a data race between two streams, or a "
-        "stream and the host. For tests; refused on a machine with a GPU.",
+        "[GPU emulation](rehearsal.md) on a CPU, for tests. `1` is sm90.",
         pattern="(1|sm90|sm100)(,kernels|,streams|,kernels,streams)",
         example="sm90,kernels,streams",
     ),
@@ -160,38 +152,32 @@ FLAGS = (
         "SGLANG_DFLASH_PROBE",
         "0",
         ("0", "1"),
-        "`1`: record internals of every step in `/server_info`, for `sglang-dflash prove`. Slows the server.",
+        "`1`: record internals of every step in `/server_info`, for `sglang-dflash prove`. This slows the server.",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
-        "Switch of the overlap schedule in older SGLang. In 0.5.23 the schedule is on by default: `1` changes nothing, "
-        "`0` acts as `--disable-overlap-schedule`.",
-        "model cards",
+        "Variable of older SGLang that model cards still set. `1` changes nothing, `0` acts as "
+        "`--disable-overlap-schedule`.",
     ),
     Flag(
         "SGLANG_ENABLE_DFLASH_SPEC_V2",
         "1",
         _OFF_ON,
-        "Switch of the overlap schedule for DFLASH in older SGLang: `1` changes nothing, `0` acts as "
-        "`--disable-overlap-schedule`.",
-        "model cards",
+        "As `SGLANG_ENABLE_SPEC_V2`.",
     ),
     Flag(
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
         "0",
         _OFF_ON,
-        "`1`: plan a step on a second CUDA stream. SGLang reads this variable; this plugin only checks its value.",
-        "SGLang",
+        "SGLang's own variable. `1`: plan a step on a second CUDA stream.",
     ),
     Flag(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
         "0",
         _OFF_ON,
-        "`1`: allow `--context-length` above the model's limit. SGLang reads this variable; this plugin only checks "
-        "its value.",
-        "SGLang",
+        "SGLang's own variable. `1`: allow `--context-length` above the model's limit.",
     ),
 )
 
@@ -231,10 +217,10 @@ def current() -> Flags:
 
 def table() -> str:
     """Return the flags as a Markdown table, for `docs/environment.md`."""
-    rows = ["| variable | values | default | whose | meaning |", "|---|---|---|---|---|"]
+    rows = ["| variable | values | default | meaning |", "|---|---|---|---|"]
     rows += [
         f"| `{flag.name}` | {', '.join(f'`{value}`' for value in spellings(flag))} | `{flag.default}` "
-        f"| {flag.whose} | {flag.meaning} |"
+        f"| {flag.meaning} |"
         for flag in FLAGS
     ]
     return "\n".join(rows) + "\n"

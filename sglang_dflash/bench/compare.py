@@ -70,5 +70,8 @@ def require_equal(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, 
     red = [one for one in unequal if not (gap and is_near_tie(one, likeliest, gap))]
     if red:
         shown = "; ".join(f"{one.where}, {one.difference}" for one in red[:N_NAMED])
-        raise GateError(f"{len(red)} answers differ from those of {first}, so no speed is shown; {shown}")
+        raise GateError(
+            f"{len(red)} answers differ from those of {first}, so no speed is shown; {shown}; "
+            "in bf16, accept near ties with --tie-gap"
+        )
     return len(unequal)

@@ -17,19 +17,19 @@ UNSUPPORTED = {
     "speculative_use_block_verification": "it changes nothing for argmax drafts",
     "speculative_use_rejection_sampling": "acceptance is exact without it",
     "enable_unified_memory": "it moves KV slots, but this plugin writes the draft's K/V to fixed slots",
-    "enable_unified_cache_external_linker": "it would copy the draft's K/V to the store before they are written",
+    "enable_unified_cache_external_linker": "it would store the draft's K/V before the draft has written them",
     "enable_pd_role_switch": "a prefill server reserves no memory for verifying blocks",
     "disaggregation_decode_enable_offload_kvcache": "the draft's K/V would not be offloaded",
     "hicache_storage_backend": "a prefix from storage has no draft K/V",
     "enable_two_batch_overlap": "verify cannot split a batch in two",
     "enable_mixed_chunk": "a step reads prompts or verifies blocks, never both",
-    "enable_linear_replayssm": "a step of width 1 would leave its change of the state in ReplaySSM's ring buffer",
+    "enable_linear_replayssm": "a step of one token would put its state change where this plugin does not read",
     "enable_linear_replayssm_spec": "this plugin records the state changes of a block itself",
-    "enable_return_indexer_topk": "the draft's forward would write into it too",
+    "enable_return_indexer_topk": "the draft's forward would write into the returned values too",
     "enable_memory_saver": "a draft's rotary table would not be restored with its weights",
     "enable_symm_mem": "it is not tested with CUDA graphs of several widths",
     "enable_torch_compile": "it would compile the target again for each width",
-    "forward_hooks": "graphs of other widths are captured after SGLang sets the hooks, and would contain them",
+    "forward_hooks": "CUDA graphs of other widths, captured later, would contain the hooks",
 }
 
 

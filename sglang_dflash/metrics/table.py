@@ -47,16 +47,16 @@ METRICS = (
         Kind.HISTOGRAM,
         "tokens",
         (),
-        "Tokens that a request commits in a step: accepted drafts and the bonus. `_count` sums the steps of requests.",
-        "Mean near 1: even first drafts are rejected. The draft belongs to another target or was trained on other text "
-        "(another language, thinking off), or it lacks context, see `cut_blocks_total`.",
+        "Tokens that a request commits in a step: accepted drafts and the bonus. `_count` is the sum of steps over "
+        "requests.",
+        "Mean near 1: see [troubleshooting](troubleshooting.md#symptoms-without-a-message), or `cut_blocks_total`.",
     ),
     Metric(
         "verified_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("position",),
-        "Verified drafts, by slot of the block. Slot 1 follows the anchor.",
+        "Verified drafts, by position in the block. Position 1 is the first draft.",
         "Late positions do not grow: the verify width is below the block size, see `steps_total`.",
     ),
     Metric(
@@ -64,8 +64,8 @@ METRICS = (
         Kind.COUNTER,
         "drafts",
         ("position",),
-        "Accepted drafts, by slot. Divided by `verified_drafts_total`: acceptance rate by position.",
-        "Low from position 1 on: see `committed_tokens`. Low only at late positions: normal. A smaller "
+        "Accepted drafts, by position. Divided by `verified_drafts_total`: acceptance rate by position.",
+        "Low at position 1: see `committed_tokens`. Low only at late positions: normal. A smaller "
         "`--speculative-num-draft-tokens` makes drafting cheaper.",
     ),
     Metric(
@@ -73,16 +73,16 @@ METRICS = (
         Kind.COUNTER,
         "steps",
         ("width",),
-        "Decode steps by verify width, the number of verified tokens per block. Width 1 is a step without drafts.",
-        "Mostly 1 under load: intended, because there verification costs more time than it saves. Mostly 1 at low "
-        "load: see `committed_tokens`, and the step times of `sglang-dflash check --server`.",
+        "Decode steps by verify width, the number of verified tokens of a block. Width 1 is a step without drafts.",
+        "Mostly 1 under load: intended, because drafts cost more time there than they save. Mostly 1 at low load: see "
+        "`committed_tokens`, and the step times of `sglang-dflash check --server`.",
     ),
     Metric(
         "copied_blocks_total",
         Kind.COUNTER,
         "blocks",
         ("match",),
-        "Blocks with an n-gram copy (`SGLANG_DFLASH_COPY`), by the number of tokens in the match.",
+        "Blocks with an n-gram copy (`SGLANG_DFLASH_COPY`), by the number of matching tokens.",
         "Does not grow: answers do not repeat their context, or copies are off.",
     ),
     Metric(
@@ -101,7 +101,7 @@ METRICS = (
         f"Time of a step's stages {', '.join(STAGES)}, measured in one step of {SAMPLE_EVERY}. On a GPU: device time "
         "between CUDA events. On a CPU: host time.",
         "`draft` above a third of `verify`: use a smaller window or another `--speculative-draft-attention-backend`. "
-        "`choose` in milliseconds: grammars or penalties cause it. All stages high while the GPU idles: the host is "
+        "`choose` in milliseconds: caused by grammars or penalties. All stages high while the GPU idles: the host is "
         "slow, or no graph was captured for this batch size (`--cuda-graph-max-bs-decode`).",
     ),
     Metric(
@@ -109,17 +109,17 @@ METRICS = (
         Kind.COUNTER,
         "blocks",
         (),
-        "Blocks drafted with less context than the draft window holds, because a prefix from the radix cache "
-        "is not in the request's ring buffer. 0 without a draft window.",
-        "A large share of `committed_tokens_count`, with few tokens per block: answers end before the ring buffer is "
-        "full. Serve without `--speculative-draft-window-size`.",
+        "Blocks drafted with less context than the draft window holds, because a cached prefix is not in the "
+        "request's ring buffer. 0 without a draft window.",
+        "A large share of `committed_tokens_count`: serve without `--speculative-draft-window-size`.",
     ),
     Metric(
         "cut_committed_tokens_total",
         Kind.COUNTER,
         "tokens",
         (),
-        "Tokens committed in the blocks of `cut_blocks_total`. Divided by it: acceptance length in these blocks.",
+        "Tokens committed in the blocks of `cut_blocks_total`. Divided by `cut_blocks_total`: acceptance length in "
+        "these blocks.",
         "See `cut_blocks_total`.",
     ),
     Metric(
@@ -129,7 +129,7 @@ METRICS = (
         ("pool",),
         "Slots of a pool. `rings`: ring buffers of the draft's context K/V (with a draft window). `states`: recurrent "
         "states (hybrid targets).",
-        "Too small: `sglang-dflash check --gpu-memory GIB` names the limit and the flag that raises it.",
+        "Too small: `sglang-dflash check --gpu-memory GIB` names the limit and the flag that raises the limit.",
     ),
     Metric(
         "pool_in_use",

@@ -2,6 +2,15 @@
 
     sglang-dflash mlx --model Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Why is the sky blue?"
 
+    from sglang_dflash.mlx import Options, load, stream_generate
+
+    pair = load("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash")
+    prompt = pair.tokenizer.apply_chat_template([{"role": "user", "content": "..."}], add_generation_prompt=True)
+    for text, step in stream_generate(pair, prompt, Options(max_new_tokens=2048)):
+        print(text, end="", flush=True)  # step.n_accepted: accepted drafts of this step
+
+`Options(sampler=mlx_lm.sample_utils.make_sampler(...))` uses a sampler of mlx-lm and keeps its sampling distribution.
+
 mlx-lm is neither copied nor edited: its models run unchanged, and their layers' calls are recorded (`target.py`). This
 package needs `pip install "sglang-dflash[mlx]"`, but neither torch nor SGLang. Names are imported when they are used,
 so that the command line prints its help without MLX.

@@ -54,13 +54,13 @@ REHEARSED = {
 
 def rows() -> list[str]:
     """Return the lines of the Markdown table."""
-    head = ["| recipe | draft | H200 | B200 | architecture | proved here |", "|---|---|---|---|---|---|"]
+    head = ["| recipe | draft | H200 | B200 | evidence |", "|---|---|---|---|---|"]
     return head + [row(recipe) for recipe in RECIPES.values()]
 
 
 def row(recipe: Recipe) -> str:
     cells = " | ".join(cell(flags_of(recipe, gpu), gpu) for gpu in GPUS)
-    return f"| {recipe.name} | {recipe.draft} | {cells} | {recipe.architecture} | {proof(recipe.architecture)} |"
+    return f"| {recipe.name} | {recipe.draft} | {cells} | {proof(recipe.architecture)} |"
 
 
 def proof(architecture: str) -> str:
