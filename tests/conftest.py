@@ -29,10 +29,10 @@ hypothesis.settings.load_profile("tests")
 ROOT = Path(__file__).parent.parent
 # Battery: test file that starts one server for each row of a table -> the names of the rows.
 BATTERIES = {"tests/server/test_exact.py": VARIANTS, "tests/server/test_rehearsal.py": REHEARSALS}
-# Server tests that `make test` runs: request parameters and exactness on one server, a server started by its command
-# line, and one server under GPU emulation. Other server tests are marked `ci`.
+# Server tests that `make test` runs: exactness on one server, and on one server under GPU emulation. Other server tests
+# are marked `ci`.
 QUICK = re.compile(
-    r"tests/server/(test_parity\.py::|test_exact\.py::.*\[hybrid(-\d+)?\]$|test_harness\.py::.*\[plugin\]$"
+    r"tests/server/(test_exact\.py::.*\[hybrid(-\d+)?\]$"
     r"|test_rehearsal\.py::.*\[fa3-graphs-streams-1-and-16(-\d+)?\]$)"
 )
 

@@ -74,11 +74,7 @@ def sources(folder: Path) -> Iterator[tuple[str, ast.Module]]:
 
 
 def pieces(text: str, tree: ast.Module) -> Iterator[Piece]:
-    """Yield the pieces of one file: functions of 4 to 30 lines, their headers, and docstrings.
-
-    A header is the source of a function up to its docstring. Sources have at most 1,200 characters, docstrings 200 to
-    1,200.
-    """
+    """Yield the pieces of one file: docstrings of 200 to 1,200 characters, functions, and their headers."""
     lines = text.split("\n")
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
@@ -86,13 +82,21 @@ def pieces(text: str, tree: ast.Module) -> Iterator[Piece]:
         doc = ast.get_docstring(node)
         if doc and 200 <= len(doc) <= 1200:
             yield Piece(Kind.TEXT, doc)
-        if isinstance(node, ast.FunctionDef) and 4 <= (node.end_lineno or 0) - node.lineno + 1 <= 30:
-            source = dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-            if len(source) <= 1200:
-                yield Piece(Kind.CODE, source)
-                if doc and len(node.body) > 1:
-                    n_lines = (node.body[0].end_lineno or 0) - node.lineno + 1
-                    yield Piece(Kind.HEADER, "\n".join(source.splitlines()[:n_lines]))
+        if isinstance(node, ast.FunctionDef):
+            yield from function_pieces(node, dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])))
+
+
+def function_pieces(node: ast.FunctionDef, source: str) -> Iterator[Piece]:
+    """Yield a function of 4 to 30 lines and at most 1,200 characters, and its header.
+
+    The header is the source up to the end of the docstring. A function without a docstring has no header.
+    """
+    lines = source.splitlines()
+    if not 4 <= len(lines) <= 30 or len(source) > 1200:
+        return
+    yield Piece(Kind.CODE, source)
+    if ast.get_docstring(node) and len(node.body) > 1:
+        yield Piece(Kind.HEADER, "\n".join(lines[: (node.body[0].end_lineno or 0) - node.lineno + 1]))
 
 
 def tasks(folders: Sequence[Path], n: int, seed: int) -> Iterator[Messages]:

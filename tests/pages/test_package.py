@@ -89,7 +89,7 @@ def test_an_empty_environment_serves(wheel: Path, tmp_path: Path) -> None:
     dflash = f"--speculative-algorithm DFLASH --speculative-draft-model-path {tiny}/draft"
     lines = run(command, "check", *(flags + dflash).split(), cwd=tmp_path).splitlines()
     assert [line.split()[0] for line in lines] == ["ok"] * 7
-    shown = run(command, "demo", "--once", "--port", "33900", cwd=tmp_path, timeout_s=600)
+    shown = run(command, "demo", "--once", "--port", "29900", cwd=tmp_path, timeout_s=600)
     assert "committed per step" in shown
     assert "the same text with and without speculation" in shown
 

@@ -19,7 +19,7 @@ MARKUP = "<img src=x onerror=window.broken=1></script><script>window.broken=1</s
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    folder, port = tmp_path_factory.mktemp("demo"), free_port(33700)
+    folder, port = tmp_path_factory.mktemp("demo"), free_port(29700)
     command = [sys.executable, "-m", "sglang_dflash", "demo", "--web", "--port", str(port), "--logs", str(folder)]
     with subprocess.Popen(
         [*command, "--web-port", str(port + 50)],

@@ -23,10 +23,10 @@ REGISTERED_S = 60.0  # longest wait until the router has registered all servers
 def routed(servers: Sequence[Server], folder: Path) -> Iterator[Server]:
     """Start a router in front of running servers; it has the HTTP API of a server."""
     urls = [server.url for server in servers]
-    prometheus = free_port(34050)
+    prometheus = free_port(29850)
     command = [sys.executable, "-m", "sglang_router.launch_router", *FLAGS, "--prometheus-port", str(prometheus)]
     command += ["--worker-urls", *urls]
-    with Server(command, port=free_port(34000), log=folder / "router.log", env={}, name="router") as router:
+    with Server(command, port=free_port(29800), log=folder / "router.log", env={}, name="router") as router:
         deadline = time.monotonic() + REGISTERED_S  # the router answers before it has registered its servers
         while not all(f"{url}" in router.log_text() for url in urls) or not serves(router):
             assert time.monotonic() < deadline, router.log_tail()

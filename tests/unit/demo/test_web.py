@@ -93,7 +93,7 @@ def client(*chunks: tuple[str, int]) -> Any:
 def url(letters: Tokenizer, tmp_path: Path) -> Iterator[str]:
     steps = trace(tmp_path, {"width": 8, "accepted": {"demo-0": 2}, "copied": {"demo-0": 1}})
     streaming = client(("<", 1), ("bcd", 4))
-    port = free_port(33950)
+    port = free_port(29950)
     demo = Demo({"with": Side(streaming, steps), "without": Side(streaming, None)}, letters)
     with web_server(demo, port) as server:
         Thread(target=server.serve_forever, daemon=True).start()
