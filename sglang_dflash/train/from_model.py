@@ -1,6 +1,8 @@
 """Training text from a target that Transformers runs in this process, without a server."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -8,23 +10,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from sglang_dflash.model.target import stop_token_ids
 from sglang_dflash.train.answers import Line, Sampling, Write
 from sglang_dflash.train.chat import rendered_prompt
-from sglang_dflash.train.generation import Prompt, generate, require_attention_only
+
+
+class Continuation(NamedTuple):
+    """Continuation of a prompt."""
+
+    prompt: int  # index of the prompt
+    ids: list[int]  # without the stop token
+    stopped: bool  # whether a stop token ended it, rather than the limit
 
 
 class ModelSource:
     """Target in this process, with batches of `at_once` prompts. See `answers.Source`."""
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, at_once: int) -> None:
-        """Take the target.
-
-        Raises:
-            ValueError: the target has layers other than full attention.
-        """
-        require_attention_only(target)
         self.target = target
         self.tokenizer = tokenizer
         self.at_once = at_once
-        self.stop_ids = {*stop_token_ids(target), tokenizer.eos_token_id}
+        self.stop_ids = {*stop_token_ids(target), tokenizer.eos_token_id} - {None}
 
     @classmethod
     def load(cls, path: str, at_once: int, device: str) -> "ModelSource":
@@ -34,33 +37,22 @@ class ModelSource:
         return cls(target.eval(), AutoTokenizer.from_pretrained(path), at_once)
 
     def answer(self, prompts: Sequence[tuple[int, Line]], sampling: Sampling, write: Write) -> None:
-        lines = [line for _, line in prompts]
-        found = [Prompt(self.ids_of(line), sampling.temperature_of(number)) for number, line in prompts]
-        for row in generate(
-            self.target,
-            found,
-            stop_ids=self.stop_ids,
-            limit=sampling.max_tokens,
-            at_once=self.at_once,
-            seed=sampling.seed,
-        ):
-            line, text = lines[row.prompt], self.tokenizer.decode(row.ids, skip_special_tokens=True)
+        ids = [self.ids_of(line) for _, line in prompts]
+        temperatures = [sampling.temperature_of(number) for number, _ in prompts]
+        for row in self.generate(ids, temperatures, sampling.max_tokens, self.stop_ids, sampling.seed):
+            line, text = prompts[row.prompt][1], self.tokenizer.decode(row.ids, skip_special_tokens=True)
             answer = {"role": "assistant", "content": text}
             write(line | {"messages": [*line["messages"], answer]} if text.strip() else None)
 
     def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int) -> list[str]:
-        stop_token, *more = self.tokenizer.encode(stop, add_special_tokens=False)
+        stop_id, *more = self.tokenizer.encode(stop, add_special_tokens=False)
         if more:
             raise ValueError(
                 f"a user turn ends with {stop!r}, which is no single token; serve the target, and give --server"
             )
-        stop_ids = {*self.stop_ids, stop_token}
-        prompts = [Prompt(self.tokenizer.encode(before + opening), 0.9) for before, opening in starts]
-        return [
-            starts[row.prompt][1] + self.tokenizer.decode(row.ids)
-            for row in generate(self.target, prompts, stop_ids=stop_ids, limit=120, at_once=self.at_once, seed=seed)
-            if row.stopped
-        ]
+        ids = [self.tokenizer.encode(before + opening, add_special_tokens=False) for before, opening in starts]
+        rows = self.generate(ids, [0.9] * len(ids), 120, self.stop_ids | {stop_id}, seed)
+        return [starts[row.prompt][1] + self.tokenizer.decode(row.ids) for row in rows if row.stopped]
 
     def ids_of(self, line: Line) -> list[int]:
         """Return the token ids of a conversation with the header of the answer.
@@ -73,3 +65,38 @@ class ModelSource:
                 "tool calls and reasoning are split off by a server's parsers; serve the target, and give --server"
             )
         return self.tokenizer.encode(rendered_prompt(line, self.tokenizer), add_special_tokens=False)
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Sequence[list[int]], temperatures: Sequence[float], limit: int, stop_ids: set[int], seed: int
+    ) -> Iterator[Continuation]:
+        """Yield a continuation of at most `limit` tokens for each prompt, in random order.
+
+        A batch has prompts of one temperature and of similar length, padded on the left.
+        """
+        order = sorted(range(len(prompts)), key=lambda i: (temperatures[i], len(prompts[i])))
+        batches: list[list[int]] = []
+        for i in order:
+            if not batches or len(batches[-1]) == self.at_once or temperatures[batches[-1][0]] != temperatures[i]:
+                batches.append([])
+            batches[-1].append(i)
+        Random(seed).shuffle(batches)
+        torch.manual_seed(seed)
+        pad_id = min(stop_ids, default=0)
+        for batch in batches:
+            length, temperature = max(len(prompts[i]) for i in batch), temperatures[batch[0]]
+            rows = torch.tensor([[pad_id] * (length - len(prompts[i])) + prompts[i] for i in batch])
+            mask = torch.tensor([[0] * (length - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+            sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+            found = self.target.generate(
+                rows.to(self.target.device),
+                attention_mask=mask.to(self.target.device),
+                max_new_tokens=limit,
+                eos_token_id=sorted(stop_ids) or None,
+                pad_token_id=pad_id,
+                do_sample=temperature > 0,
+                **sampled,
+            )
+            for i, ids in zip(batch, found[:, length:].tolist(), strict=True):
+                n = next((n for n, token in enumerate(ids) if token in stop_ids), None)
+                yield Continuation(i, ids[:n], n is not None)
