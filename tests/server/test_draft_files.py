@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash.tiny.pairs import DENSE, Pair
 from tests.server.lib.families import FAMILIES, NO_WARMUP, write_pair
 from tests.server.lib.oracle import Oracle
+from tests.server.lib.rehearsals import REHEARSALS
 from tests.server.lib.talk import post, tokens_of
+from tests.server.lib.variants import VARIANTS
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 4096}
 CONTEXT = 8192
@@ -68,16 +70,18 @@ def scaled(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("emulated", [False, pytest.param(True, marks=pytest.mark.full)], ids=["cpu", "fa3-graphs"])
 def test_overrides_of_the_target_leave_the_draft_unchanged(
-    speculators: Path, scaled: Path, pool: Any, questions: Callable
+    speculators: Path, scaled: Path, pool: Any, questions: Callable, emulated: bool
 ) -> None:
     """The flag scales the target's rotary embedding only.
 
     Reloading the draft while serving must not change its steps.
     """
     overrides = json.dumps({"rope_parameters": YARN, "max_position_embeddings": CONTEXT})
-    flags = ["--json-model-override-args", overrides, "--context-length", str(CONTEXT)]
-    server = pool.get(target="speculators", pair=Pair(DENSE.target, speculators), flags=flags)
+    row = REHEARSALS["fa3-graphs-dense"] if emulated else VARIANTS["dense"]
+    flags = [*row.flags, "--json-model-override-args", overrides, "--context-length", str(CONTEXT)]
+    server = pool.get(target="speculators", pair=Pair(DENSE.target, speculators), flags=flags, env=dict(row.env))
     expected, same, plain = (
         Oracle(pair, None, None).expect(questions(N_PROMPTS, "dense"), MAX_NEW_TOKENS)
         for pair in (Pair(scaled, speculators), Pair(scaled, DENSE.draft), DENSE)

@@ -14,11 +14,20 @@ from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.oracle import Oracle
+from tests.server.lib.rehearsals import REHEARSALS
 from tests.server.lib.talk import post, push, steps, tokens_of
+from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
 NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.1.self_attn.v_proj.weight",
          "layers.1.self_attn.k_norm.weight")  # fmt: skip
+
+
+@pytest.fixture(params=["cpu", pytest.param("fa3-graphs", marks=pytest.mark.full)])
+def whole(request: pytest.FixtureRequest, server: Callable) -> Server:
+    """Server that verifies whole blocks without copies, on the CPU or with captured graphs in the emulation."""
+    row = VARIANTS["hybrid"] if request.param == "cpu" else REHEARSALS[request.param]
+    return server(flags=row.flags, env=dict(row.env))
 
 
 def test_updated_draft_drafts_as_if_loaded(whole: Server, questions: Callable) -> None:
