@@ -23,16 +23,17 @@ from sglang_dflash.servers.arms import OURS, STOCK
 from sglang_dflash.servers.document import head, inherited, portable
 
 METHOD = (
-    "tokens_per_s: generated tokens over the time from the first request sent to the last answer received, unstreamed, "
-    "prefill included, median over repeats. ttft and tpot: time to first text and time per output token after it, from "
-    "streamed runs of their own in the first repeat, percentiles over its requests. committed_per_step: accepted "
-    "drafts + 1 bonus, mean over verify steps. acceptance_by_position: the share of steps whose 1st, 2nd, ... draft "
-    "was accepted. n_equal: answers that are the first arm's at the first concurrency, in the worst repeat; by token "
-    "ids where both arms are the same kind of server and tell them, else by text. Arms take turns in an order that "
-    "rotates; ratios are taken repeat by repeat; spreads are min and max over repeats. Every turn starts with a few "
-    "unmeasured prompts. n_steps by width: steps a server of ours took in a turn; steps_by_width: their shares in all "
-    "turns of a place. means: over a task's concurrencies, repeat by repeat. other_cores: CPU that processes "
-    "other than the measured server and the client used meanwhile, where they are on this machine."
+    "tokens_per_s: generated tokens over the time from the first request sent to the last answer received, prefill "
+    "included; answers are not streamed; median over repeats. ttft and tpot: time to the first text, and time per "
+    "output token after it; percentiles over the requests of separate streamed runs in the first repeat. "
+    "committed_per_step: accepted drafts + 1 bonus, mean over verify steps. acceptance_by_position: shares of steps "
+    "whose 1st, 2nd, ... draft was accepted. n_equal: number of answers equal to the first arm's at the first "
+    "concurrency, in the worst repeat; token ids are compared if both arms return them, else texts. Arms take turns in "
+    "a rotating order. Ratios are computed per repeat; ranges are min and max over repeats. Every turn starts with a "
+    "few unmeasured prompts. n_steps by width: number of steps of each verify width that this plugin's server took in "
+    "a turn. steps_by_width: shares of these steps in all turns of a task and concurrency. means: over a task's "
+    "concurrencies, per repeat. other_cores: CPU cores used meanwhile by other processes than the server and the "
+    "client; absent if the server runs on another machine."
 )
 FLUSHED = "emptied before every turn"
 KEPT = "not emptied (no known way for this server): repeated prompts may be read from it"

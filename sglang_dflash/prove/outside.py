@@ -93,7 +93,7 @@ def judge_one_token(off_ms: float, ours_ms: float) -> Finding:
     return Finding(text, {"off_ms": off_ms, "ours_ms": ours_ms}, ours_ms <= ONE_TOKEN_WITHIN * off_ms)
 
 
-@check("law", "above temperature 0 the sampling distribution is the one without speculation", 6)
+@check("distribution", "above temperature 0 the sampling distribution is the one without speculation", 6)
 def check_distribution(place: Place, found: Found) -> None:
     prompt, drawn = served.prompts(place)[0], dict[Arm, list[distribution.Draw]]()
     n = N_DRAWS_EMULATED if place.gpu is None else N_DRAWS

@@ -191,7 +191,7 @@ def test_a_given_pair_is_served_alone_with_its_flags(monkeypatch):
     monkeypatch.delenv("SGLANG_DFLASH_REHEARSE", raising=False)
     monkeypatch.setattr(machine, "find_gpu", lambda: H200)
     options = program.parse(["--model-path", "M", "--draft-path", "D", "--flags", "--tp-size", "2"])
-    own, tiny = machine.place_of(options), machine.place_of(program.parse(["-k", "law"]))
+    own, tiny = machine.place_of(options), machine.place_of(program.parse(["-k", "distribution"]))
     assert own.flags("fa3", 16) == ["--attention-backend", "fa3", "--page-size", "16", "--tp-size", "2"]
     assert not own.side_by_side
     assert [own.exact("triton"), tiny.exact("triton"), tiny.exact("fa3")] == [False, True, False]
@@ -213,4 +213,4 @@ def test_list_has_the_most_important_checks_first(tmp_path):
     assert {name for name in whole if name.startswith("parity")} == {
         f"parity {attention} page {size}" for attention in ("fa3", "flashinfer", "triton") for size in (1, 16)
     }
-    assert {"drafts, every width", "answers, copies", "law", "speed"} <= set(whole)
+    assert {"drafts, every width", "answers, copies", "distribution", "speed"} <= set(whole)
