@@ -7,7 +7,7 @@ delta and key, whose outer product the token adds to the state, and the log deca
 Shapes: B requests, N tokens per block, T = B N tokens, G key heads, H value heads (H a multiple of G), K key width, V
 value width, S state slots, R rows of the record (row b belongs to request b of the batch), X = H V + G K + H.
 Cost: reads each state once, 4 B H V K bytes, the minimum; writes the records, 4 T X bytes.
-Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464; the algebra of a whole block is in `gdn_block`.
+Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464; `gdn_block` has the equations of a whole block.
 
 The CPU form and the kernel compute a block at once, by matrix products and one triangular system. The definition,
 `gdn_verify_ref`, loops over tokens. The kernel does not round factors of products to bf16 or TF32. If queries and keys

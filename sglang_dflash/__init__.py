@@ -31,6 +31,11 @@ Terms, with the same meaning in every module (fields and arguments that SGLang r
     context KV    draft K and V made from features
     slot          an index in the block, 0..N-1; a KV slot is a row of a cache
     width         number of verified tokens per block; beyond N, n-gram copies fill the block
+    acceptance    the acceptance length: mean number of committed tokens per step of a request, bonus included
+    copy          the tokens that followed an earlier occurrence of the same n-gram in the request (prompt lookup)
+    record        one token's change of a recurrent state; verify writes it, and commit adds those of kept rows
+    ring buffer   KV slots of a request's last tokens, if the draft has a window
+    selector      part of a DFlash 2 draft that chooses one candidate per slot, from left to right
 """
 
 __version__ = "0.1.0"

@@ -131,8 +131,8 @@ FLAGS = (
         "SGLANG_DFLASH_COPY",
         "auto",
         tuple(Copy),
-        "[N-gram copies](tuning.md#copies). `auto`: if the server supports copies. `on`: refuse the launch if the "
-        "server does not. `random`: for tests.",
+        "[N-gram copies](tuning.md#copies). `auto`: copy if the server can. `on`: as `auto`, but refuse the launch if "
+        "the server cannot. `random`: for tests.",
     ),
     Flag(
         "SGLANG_DFLASH_DRAFT_HEAD",

@@ -35,7 +35,7 @@ WIDEST = 1000
 
 @contextmanager
 def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequence[Engine]]:
-    """Yield the engines of all arms. Each accepts requests inside its `running`.
+    """Yield the engines of all arms. Each accepts requests only inside the context of its method `running`.
 
     Raises:
         ServerError: an arm cannot be reached, started or loaded.

@@ -1,4 +1,4 @@
-"""Findings that import SGLang: its plugins are loaded, and the arguments of a launch are resolved.
+"""Checks that import SGLang: they load its plugins, and resolve the arguments of a launch.
 
 `python -m sglang_dflash.check.launch [launch flags]` prints the findings as JSON on the last line of stdout. `check`
 runs this module as a child process, because SGLang prints to stdout and stderr too.

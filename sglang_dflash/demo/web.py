@@ -71,7 +71,7 @@ def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> li
     places = [(kind, place) for one in verified for place, kind in enumerate(one.kinds, 1)]
     places = places or [("own", 1)] * max(step.n_tokens, 1)
     offsets = tokenizer.encode(step.text, add_special_tokens=False).offsets
-    if not 0 <= step.n_tokens - len(offsets) <= 1:  # an end token has no text
+    if not 0 <= step.n_tokens - len(offsets) <= 1:  # the counts may differ by one: an end token has no text
         return [(*places[0], step.text)]
     cuts = [0, *(begin for begin, _ in offsets[1:]), len(step.text)]  # some tokenizers' offsets omit spaces
     texts = (step.text[begin:end] for begin, end in pairwise(cuts))
@@ -97,7 +97,7 @@ class Demo:
         return PAGE.read_text().replace("{nonce}", nonce).replace("{examples}", examples)
 
     def answer(self, side: str, messages: Sequence[Message], show: Callable[[dict[str, Any]], None]) -> None:
-        """Query one server. Calls `show` for each step, with a line of the response to the page."""
+        """Query one server. Pass each step to `show` as an object: one line of the HTTP response to the page."""
         client, steps = self.sides[side]
         rid, asked_s, n_tokens = f"demo-{next(self.n_asked)}", time.perf_counter(), 0
 

@@ -91,7 +91,7 @@ METRICS = (
         "drafts",
         ("match",),
         "Accepted tokens of n-gram copies. Divided by `copied_blocks_total`: accepted tokens per copy.",
-        "Few per copy: copies are rejected. Each request then stops copying after some steps.",
+        "Few per copy: copies are rejected. Requests then soon stop copying.",
     ),
     Metric(
         "stage_seconds",
@@ -129,7 +129,7 @@ METRICS = (
         ("pool",),
         "Slots of a pool. `rings`: ring buffers of the draft's context K/V (with a draft window). `states`: recurrent "
         "states (hybrid targets).",
-        "Too small: `sglang-dflash check --gpu-memory GIB` names the limit and the flag that raises the limit.",
+        "Too small: `sglang-dflash check --gpu-memory GIB` names the limit and the flag that raises it.",
     ),
     Metric(
         "pool_in_use",

@@ -1,4 +1,4 @@
-"""Trace of decode steps with `SGLANG_DFLASH_WIDTH_TRACE`: a file with one JSON line per step."""
+"""Trace of decode steps with `SGLANG_DFLASH_WIDTH_TRACE`: one JSON line per step, in one file per process."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Place:
         return [*GPU_FLAGS, "--dtype", "float32" if self.exact(attention) else "bfloat16", *own]
 
     def env(self, attention: str) -> dict[str, str]:
-        """Return the environment of a server."""
+        """Return the environment variables to add for a server."""
         if self.gpu is None:
             return tiny.ENV | OFFLINE
         return OFFLINE | ({"SGLANG_MAMBA_CONV_DTYPE": "float32"} if self.exact(attention) else {})

@@ -61,7 +61,7 @@ def _first(prepare: Callable[[], None], fn: Callable[..., Any]) -> Callable[...,
     return call
 
 
-@functools.cache  # called for two models, target and draft
+@functools.cache  # runs once, though it is called for two models: target and draft
 def models() -> None:
     from sglang.srt.environ import envs
 

@@ -34,7 +34,10 @@ class Processors:
         self.last_committed_BN = self.last_n_committed_B = torch.empty(0)
 
     def keep_tokens(self, batch: ScheduleBatch, committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> None:
-        """Keep a step's tokens for the next step: the first `n_committed_B` of each row of `committed_BN`, int64."""
+        """Keep a step's tokens for the next step: the first `n_committed_B` of each row of `committed_BN`, int64.
+
+        Batches without a custom logit processor are not kept.
+        """
         if batch.sampling_info.has_custom_logit_processor:
             self.last_reqs = list(batch.reqs)
             self.last_committed_BN, self.last_n_committed_B = committed_BN, n_committed_B

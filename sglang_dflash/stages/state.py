@@ -232,11 +232,14 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
 
 
 class BlockSlots:
-    """Finder of two slots per block, after which a commit saves the states: the last committed and the tracked slot.
+    """Finder of two slots in each block: the last committed one, and the tracked one.
 
-    The search is one launch of SGLang's kernel. This kernel also serves draft trees, so its input has the row of every
-    accepted token among the B x `width` verified rows. In a chain, slot i of request b is always row b * `width` + i.
-    So the input `row_QN` is computed once.
+    The state after the last committed slot becomes the request's state. The state after the tracked slot is copied for
+    the prefix cache.
+
+    The search is one launch of SGLang's kernel. The kernel also handles draft trees, so it takes a table of rows: for
+    every accepted token, its row among the B x `width` verified rows. In a chain, slot i of request b is always row
+    b * `width` + i. So this table, `row_QN`, is computed once for Q requests.
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:

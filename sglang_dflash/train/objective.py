@@ -21,7 +21,8 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.model.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
 
-ROWS_AT_ONCE = 128  # slots scored at once; with 49,152 tokens their fp32 logits take 25 MB and fit into a CPU's cache
+# Slots scored at once. For a vocabulary of 49,152 tokens their fp32 logits take 25 MB, which fit a CPU's cache.
+ROWS_AT_ONCE = 128
 
 
 class Blocks(NamedTuple):

@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 CASES = {
-    "hybrid-bf16": Case("tiny", dtype="bfloat16"),  # vLLM's Gated DeltaNet runs in bf16 alone on a CPU
+    "hybrid-bf16": Case("tiny", dtype="bfloat16"),  # on a CPU, vLLM's Gated DeltaNet runs only in bf16
     "hybrid": Case("tiny"),
     "dense": Case("tiny_dense"),
     "hybrid-dflash2": Case("tiny", "draft2"),

@@ -1,7 +1,9 @@
 """Hierarchical cache: the draft's K/V are written to host memory and loaded again together with the target's.
 
-Answers would be right without the draft's K/V, so steps are compared. After a prefix loaded from the host, a step
-accepts as many drafts as after a full prefill. With a window the draft's ring lacks any cached prefix.
+Without the draft's K/V answers would still be right, but fewer drafts would be accepted. So steps are compared too.
+Without a draft window, a step after a prefix from the host accepts as many drafts as after a full prefill. With a
+window, the draft's ring lacks the prefix. Then a step accepts as many drafts as plain torch does without this prefix
+(`n_unseen`).
 """
 
 from collections.abc import Callable, Iterator

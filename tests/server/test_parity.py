@@ -45,7 +45,8 @@ def battery(request: pytest.FixtureRequest, server: Callable) -> Battery:
     prompts = [chat(question, target) for question in QUESTIONS]
     ours = server(target=target, flags=FLAGS[target])
     off = server("off", target=target)
-    # The order differs between the servers, because answers must not depend on other requests of the batch.
+    # The two servers get the requests in different orders, because answers must not depend on other requests of the
+    # batch.
     return Battery(off=answer_all(off, EXACT, prompts, seed=1), ours=answer_all(ours, EXACT, prompts, seed=2))
 
 

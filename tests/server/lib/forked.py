@@ -13,7 +13,8 @@ from sglang_dflash.servers.server import Process, Server
 from tests.fixtures.forking import ForkedProcess
 from tests.tools.parameters import REFERENCE_ENV
 
-# Variables that are read when a server starts, not at import. With others, `make_server` does not fork.
+# Variables that are read when a server starts, not when SGLang is imported. They do not keep `make_server` from
+# forking.
 READ_LATER = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "SGLANG_CHECK_KV_PAGE_INVARIANTS",
     "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_MAMBA_CONV_DTYPE",

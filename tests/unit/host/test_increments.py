@@ -50,8 +50,9 @@ OWN: dict[str, tuple[str, Shows]] = {
     "interns1": ("a stream has one call", lambda _, calls: len(calls) > 1),
     "mistral": ("a text loses its closing brackets", lambda text, _: "]" in text),
 }
-# Faults if an increment begins with a certain character of plain text. By parser, as in `OWN`. In a real token the
-# character follows another one, so `PIECE` does not cut before it.
+# Faults of SGLang's parsers if an increment begins with a certain character of plain text. By parser, as in `OWN`.
+# Samples that show such a fault are cut by `PIECE`, not between any two characters. `PIECE` keeps the space before the
+# character in the same piece, as tokenizers do.
 CUT: dict[str, tuple[str, Shows]] = {
     "gpt-oss": ("a '<' that is an increment is emitted twice", lambda text, _: "<" in text),
     "llama3": ("an increment that begins with a brace is read as a call", lambda text, _: "{" in text),
