@@ -32,7 +32,7 @@ def read_draft(
     """Read a DFlash draft's config without override arguments. SGLang reads other models. Hook around `get_config`.
 
     If this plugin's reader rejects a draft, SGLang reads the draft, because another algorithm may serve it. A launch
-    with DFLASH has been refused before.
+    of such a draft with DFLASH is refused by `plugin.resolve`.
     """
     try:
         found = stock(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)

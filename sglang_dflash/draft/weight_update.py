@@ -73,6 +73,8 @@ def is_draft(path: str) -> bool:
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int) -> None:
     """Check that the new draft has the served draft's values of the fields `BUILT`, and belongs to the same target.
 
+    If the served draft has a selector, also compare `vocab_size`.
+
     Raises:
         ValueError: a value differs, or a target tensor in the draft's files has another shape.
         NotSupported: the new draft's vocabulary is reduced.
