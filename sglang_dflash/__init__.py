@@ -26,7 +26,7 @@ Terms, with the same meaning in every module (fields and arguments that SGLang r
     bonus         the target's own token after the accepted drafts, and the next anchor
     committed     the tokens that a step emits: the accepted drafts, then the bonus
     kept rows     rows of the anchor and the accepted drafts: as many as committed tokens, but shifted by one
-    prefix_len    number of committed tokens before the anchor; `next_prefix_len`: before the next anchor
+    prefix_len    number of tokens before the anchor, prompt included; `next_prefix_len`: before the next anchor
     features      captured hidden states of the target
     context KV    draft K and V made from features
     slot          an index in the block, 0..N-1; a KV slot is a row of a cache

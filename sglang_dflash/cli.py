@@ -23,7 +23,10 @@ def nearest_or_all(word: str, known: Iterable[str]) -> str:
 
 
 class Help(ArgumentDefaultsHelpFormatter):
-    """Help format that appends an option's default, unless it is a bool or a list, or the help mentions a default."""
+    """Help format that appends an option's default, except an empty, bool or list default.
+
+    If the help of an option mentions a default, nothing is appended.
+    """
 
     def _get_help_string(self, action: Action) -> str | None:
         is_plain = action.default in (None, SUPPRESS, "") or isinstance(action.default, bool | list | tuple)

@@ -239,9 +239,9 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
 def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
     """Return the reason why a step must verify the whole block; "" if other widths are possible.
 
-    Among recurrent layers, only Gated DeltaNet supports other widths. For Mamba2, SGLang's verify computes the place of
-    a request's states from the number of verified tokens. SGLang's commit computes it from the pool's block size, so
-    both numbers must be equal.
+    Among recurrent layers, only Gated DeltaNet supports other widths. For Mamba2, SGLang's verify computes the index
+    of a request's states from the number of verified tokens. SGLang's commit computes the index from the pool's block
+    size, so both numbers must be equal.
     """
     if arguments.attention_dp:
         return "ranks of attention data parallelism share one width"

@@ -1,4 +1,4 @@
-"""Environment flags: one typed table, `FLAGS`, of the variables that the plugin reads or checks.
+"""Environment flags: one typed table, `FLAGS`, of variables that the plugin reads or checks.
 
 `read` parses an environment into `Flags` and refuses unknown values and unknown `SGLANG_DFLASH_*` names. `current`
 returns the flags of this process. This module depends on neither SGLang nor the worker.

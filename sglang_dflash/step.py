@@ -34,8 +34,8 @@ class Plan(NamedTuple):
     """Positions and KV slots of every request's block, and of the tokens to verify."""
 
     drafted: Block | None  # the whole block; None: only the anchor is verified, without drafts
-    verified: Block  # the first `width` tokens; the same object as `drafted` if width is N
-    prefix_len_B: torch.Tensor  # int64, number of committed tokens before the anchor
+    verified: Block  # `width` tokens from the anchor on; the same object as `drafted` if width is N
+    prefix_len_B: torch.Tensor  # int64, number of tokens before the anchor, prompt included
     rows_B: torch.Tensor  # int64, row of each request in SGLang's req_to_token
     rows_B_cpu: torch.Tensor  # `rows_B` on the host
 
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Return the number of tokens of each block that are verified."""
+        """Return the number of verified tokens per request."""
         return self.verified.tokens_BN.shape[1]
 
 

@@ -1,6 +1,6 @@
 """Worker for DFLASH, called by SGLang's scheduler. It runs the stages of a step and computes no tensors itself.
 
-    width      choose the tokens to verify       width/chooser.py
+    width      choose the verify width           width/chooser.py
     plan       compute the block's slots         stages/planner.py
     draft      guess the block                   stages/drafter.py, draft/sglang_model.py
     copy       continue by n-gram copies         stages/copier.py
@@ -106,7 +106,7 @@ class DFlashWorker(BaseSpecWorker):
         if config.gdn_state is GdnState.FOLD:
             use_records()
         keep_hidden_states(self.target_runner.model)
-        # The last position can be two blocks past the longest context: one block in flight and one being planned.
+        # The last position can be two widest verifies past the longest context: one in flight and one being planned.
         max_position = self.target_runner.model_config.context_len + 2 * config.widest
         self.draft_runner.model.attach(ends, max_position=max_position)
 
@@ -200,7 +200,7 @@ class DFlashWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """Return both attention backends. The scheduler reads whether they need lengths on the host."""
+        """Return both attention backends. The scheduler asks each of them if it needs lengths on the host."""
         return self.target_runner.attn_backend, self.draft_runner.attn_backend
 
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:

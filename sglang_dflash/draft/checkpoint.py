@@ -2,8 +2,8 @@
 
 The server, the plain torch model, the trainer and the MLX model read drafts with this module. It checks that fields are
 present and agree with each other, and that the config is not another drafter's. The files must contain exactly the
-tensors that the fields imply. `read` accepts configs that `Checkpoint.to_json` writes. No code of a checkpoint is
-executed. This module uses neither flags nor SGLang.
+tensors that the fields imply, apart from unused ones (`files.BORROWED`). `read` accepts configs that
+`Checkpoint.to_json` writes. No code of a checkpoint is executed. This module uses neither flags nor SGLang.
 """
 
 from collections.abc import Mapping
@@ -239,7 +239,7 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
 
     Args:
         checkpoint: fields of the config.
-        found: shape of each tensor in the files by name, see `files.tensor_shapes`.
+        found: shape of each tensor in the files by name, see `files.tensor_shapes`, without those in `files.BORROWED`.
     Raises:
         ValueError: a tensor is missing or has another shape.
         NotSupported: there is a tensor that DFlash does not have.

@@ -33,8 +33,8 @@ def read_draft(
 
     SGLang's reader needs a model type, which configs of some trainers lack. With `--trust-remote-code` it also imports
     the classes that a config's `auto_map` names, and their files are often left out of a draft. If this plugin's reader
-    rejects a draft, SGLang reads the draft, because another algorithm may serve it. A launch with DFLASH has been
-    refused before.
+    rejects a draft, SGLang reads the draft, because another algorithm may serve it. A launch of
+    such a draft with DFLASH is refused by `plugin.resolve`.
     """
     if (ours := own_config(model, revision)) is not None:
         return ours

@@ -19,7 +19,8 @@ ARCHITECTURES = {
     "MiniMaxDFlash2DraftModel": DFLASH_2,
 }
 
-# Fields that are true if slot 0's output predicts the next token. In DFlash slot 0 only holds the anchor.
+# Fields that are true if slot 0's output predicts the token of slot 1. In DFlash the output of slot i is the draft for
+# slot i, and slot 0 only holds the anchor.
 ANCHOR_FIRST = ("sample_from_anchor", "query_zero_predicts_next")
 
 # Names of other drafters, by the keys (or prefixes of keys) that they have in `dflash_config`.

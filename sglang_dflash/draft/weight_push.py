@@ -1,8 +1,8 @@
 """Hooks on weights that a trainer pushes to a running server: `/update_weights_from_tensor`, process group, or IPC.
 
 SGLang loads pushed tensors into the models that the request's selector names. By default the selector is "all". Some
-tensor names exist in both target and draft, so a push to all models would overwrite the draft. These hooks restrict it
-to the target. Tensors of the draft are pushed with `"selector": "draft"`.
+tensor names exist in both target and draft, so a push to all models would overwrite the draft. These hooks restrict
+such a push to the target. Tensors of the draft are pushed with `"selector": "draft"`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any
 
 
 def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kwargs: Any) -> Outcome:
-    """Return a failure if a pushed tensor does not fit, where SGLang raises an error.
+    """Return a failure, instead of raising an error, if a pushed tensor does not fit.
 
     Hook around `WeightUpdater.update_weights_from_tensor`.
     """

@@ -74,7 +74,8 @@ def is_draft(path: str) -> bool:
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int, block_size: int) -> None:
     """Check that the new draft has the served draft's values of the fields `BUILT`, and belongs to the same target.
 
-    It must also have been trained for blocks of at least `block_size` tokens.
+    If the served draft has a selector, also compare `vocab_size`.
+    The new draft must also have been trained for blocks of at least `block_size` tokens.
 
     Raises:
         ValueError: a value differs, its blocks are too short, or a target tensor in its files has another shape.

@@ -120,10 +120,10 @@ class Rings:
         return hooks if recurrent else hooks | {"longest_hit": (leave_the_end, HookType.AFTER)}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
-        """Return the pool's configuration, with a ring per request and one for padding, and the draft's request table.
+        """Return the draft's pool configuration and request table.
 
-        A row of this request table lists the slots that a block of the request attends to. For any context length these
-        are at most the slots of a ring.
+        The pool has a ring for each request, and a ring for padding. A row of this request table lists the slots that a
+        block of the request attends to. For any context length these are at most the slots of a ring.
         """
         assert target is not None, "the target's pools are made first"
         assert target.max_running_requests is not None, "SGLang decides it with the target's pool"
@@ -178,12 +178,13 @@ def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, 
 
 
 def leave_the_end(longest: int, request: Any, input_len: int) -> int:
-    """Return the most tokens that the prefix cache may provide, so that the last `READ_AGAIN` tokens are read again.
+    """Return the largest number of tokens that the prefix cache may provide.
 
-    The draft's ring buffer only contains context K/V of tokens that the target reads, and none of a cached prefix. A
-    repeated prompt, n > 1 or a retracted request may read only a few tokens. Then the acceptance length is lower for
-    the first 16 to 32 tokens (measured, see docs/tuning.md). An attention-only target takes hardly longer for 64 tokens
-    than for one.
+    With this limit at least the last `READ_AGAIN` tokens of the input are read. The draft's ring buffer only contains
+    context K/V of tokens that the target reads, and none of a cached prefix. Without the limit, a repeated prompt,
+    n > 1 or a retracted request might read only a few tokens. Then the first answer tokens would have a lower
+    acceptance length than after a full prefill (measured, see docs/tuning.md). An attention-only target takes hardly
+    longer for 64 tokens than for one.
 
     Hook after `Req._compute_max_prefix_len`, not set for recurrent targets. They resume from saved states, which may be
     far apart or missing, and always read the tokens after the last saved state.
@@ -194,7 +195,7 @@ def leave_the_end(longest: int, request: Any, input_len: int) -> int:
 def fit_page_tables(draft_runner: ModelRunner) -> None:
     """Set the width of page tables in attention backends to that of a row of the draft's request table.
 
-    By default the width is the context length. For shared slots this is too small, because a block may end up to two
-    blocks past the target's context. For a ring it is much too large.
+    By default the width is the context length. For shared slots this is too small, because positions may be as far
+    as two widest verifies past the target's context. For a ring it is much too large.
     """
     draft_runner.model_config.context_len = draft_runner.req_to_token_pool.req_to_token.shape[1]

@@ -2,7 +2,8 @@
 
 SGLang stores a state per token of a block and request, H V K values per layer. For a block of 16 with Qwen3.5-27B
 these are 2.25 GiB per request. `FoldState` needs a record per token instead, H V + G K + H values
-(`kernels/gdn_verify.py`). In both cases the inputs of the causal convolution are stored in addition.
+(`kernels/gdn_verify.py`). `sizes.py` explains the letters. In both cases the inputs of the causal convolution are
+stored in addition.
 """
 
 from __future__ import annotations

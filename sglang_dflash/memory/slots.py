@@ -50,15 +50,16 @@ class DraftSlots(Protocol):
         """Return the slots of the prompt tokens that the target has just read."""
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return whether context is missing that a block after the first `prefix_len` tokens should attend to.
+        """Return whether a block gets less context than its window holds. The block follows `prefix_len` tokens.
 
-        With ring buffers, context is missing after a hit in the prefix cache. Call this only for a request in decode,
-        whose row in the request table is `row`. It runs on the host.
+        In a ring buffer this happens after a hit in the prefix cache: the ring lacks the tokens of the cached prefix.
+        It ends when the window no longer reaches back to these tokens. Call this only for a request in decode. `row` is
+        the request's row in the request table. The check runs on the host.
         """
 
 
 class SharedSlots:
-    """The target's slots: a block attends to every committed token, through the target's own request table."""
+    """The target's slots: a block attends to all tokens before the anchor, through the target's own request table."""
 
     def seen(self, plan: Plan, block: Block) -> Seen:
         return Seen(plan.prefix_len_B, block.bound_B_cpu, block.bound_sum, block.kv)
@@ -169,7 +170,7 @@ class RingSlots:
     def _begin(self, rows_B: np.ndarray, prefix_B: np.ndarray, end_B: np.ndarray) -> None:
         """Reset the rings of requests that begin a prompt, so that a ring begins at the first token that is read.
 
-        If the rows are a next chunk of the prompt that the row read last, the ring continues instead.
+        If a request reads the next chunk of the same prompt, its ring continues instead.
 
         Args:
             rows_B: rows of the requests in the request table.

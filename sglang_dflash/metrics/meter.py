@@ -1,7 +1,8 @@
 """DFLASH metrics on the server's `/metrics`, with SGLang's labels (`--enable-metrics`).
 
-`table.py` lists the metrics. When SGLang has a step's outcome on the host, it is added to counts in Python. The counts
-are passed to Prometheus after every `WRITE_EVERY` blocks, and when the scheduler is idle.
+`table.py` lists the metrics. When SGLang has a step's outcome on the host, the outcome is added to counts in
+Python. The counts are passed to Prometheus when they have at least `WRITE_EVERY` blocks, or when the scheduler is
+idle.
 """
 
 from __future__ import annotations

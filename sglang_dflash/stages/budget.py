@@ -8,16 +8,16 @@ branches and not measured, and the limit in the emulation. The limit is higher i
 several operations. Examples are filling a graph's inputs, norms, and the windows of a convolution.
 
     stage      GPU  launches on a GPU
-    plan         2  tokens, positions and slots of the block; those of the verified part if the width differs
+    plan         2  the block; the verified part, if its width differs (each: tokens, positions and slots)
     catch_up     4  the launches of append, only after steps without drafts
     draft        4  the graph's inputs, attention metadata, the graph, a copy of its drafts
-    copy         2  the search for matches, and the n-gram copy
+    copy         2  the clearing of the search's results; the kernel that searches and copies
     verify       8  track slots (two), positions, inputs, metadata, state rows, query starts, the graph
     choose       1  argmax
     count        0  token counts, only for requests with penalties
     weigh        1  counts of copies
     commit       3  the slots to keep, states, convolution windows
-    append       4  projection, norm, K and V, the write
+    append       4  projection, norm, product for K and V, the write
     others       2  accept, and the published lengths
     result       0
 """

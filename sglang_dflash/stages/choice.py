@@ -51,7 +51,10 @@ class Choice:
         self.penalties.begin(batch)
 
     def anchors(self, batch: ScheduleBatch, drawn_B: torch.Tensor) -> torch.Tensor:
-        """Count each prompt's first output token, drawn by SGLang. Return it as int64 [B], equal on all ranks."""
+        """Return each prompt's first output token, int64 [B], equal on all ranks. SGLang has drawn these tokens.
+
+        Also count the tokens for penalties, and keep them for custom logit processors.
+        """
         anchor_B = self.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, drawn_B).to(torch.int64)
         self.penalties.count_anchors(batch.reqs, anchor_B)
         self.processors.keep_tokens(batch, anchor_B[:, None], torch.ones_like(anchor_B))
@@ -127,7 +130,7 @@ class Choice:
         return target_T
 
     def count_tokens(self, batch: ScheduleBatch, accepted: Accepted) -> None:
-        """Count the tokens that a step has committed, for penalties and custom logit processors."""
+        """Count a step's committed tokens for penalties, and keep them for custom logit processors."""
         self.penalties.count(batch.reqs, accepted)
         self.processors.keep_tokens(batch, accepted.committed_BN, accepted.n_committed_B)
 

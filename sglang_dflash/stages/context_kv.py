@@ -34,7 +34,10 @@ class LateRows:
     """
 
     def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
-        """Allocate `n_rows` rows with the width, dtype and device of `like_TC`; `n_steps`: most rows per request."""
+        """Allocate `n_rows` rows with the width, dtype and device of `like_TC`.
+
+        `n_steps`: largest number of rows per request.
+        """
         self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
         self.n_steps = n_steps
         self.rids: Sequence[str] = ()
@@ -106,15 +109,15 @@ class ContextKV:
             eps=attention.k_norm.variance_epsilon,
             cos_sin_PR=attention.rotary_emb.cos_sin_cache,
         )
-        # A ring buffer is longer than its window by a block, so rows of `block_size` steps of one token never share a
-        # slot.
+        # A ring buffer has more than `block_size` slots, so rows of `block_size` steps of one token never share a slot.
         self.late = LateRows(max(LATE_ROWS, n_requests), block_size, like_TC=model.fc.weight)
 
     @torch.inference_mode()
     def append(self, rids: Sequence[str], plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
         """Write the context K/V of the first `n_kept` rows of every block: the anchor and the accepted drafts.
 
-        If only anchors were verified and rows may wait, they are written later: at the latest before the next draft.
+        If only anchors were verified and rows may wait, the rows are written later, at the latest before the next
+        draft.
 
         Args:
             features_TC: the target's features of all B * N rows.

@@ -2,7 +2,7 @@
 
 A copy proposes the tokens that followed an earlier occurrence of the same n-gram. Histories are on the device, one row
 per row of SGLang's request table. When a prompt has been read, the whole prompt is written to its history, including a
-cached prefix. A step writes the tokens that it verifies after the history. The next step's prefix length determines
+cached prefix. Each step writes its verified tokens directly after the history. The next step's prefix length determines
 which of these tokens belong to the history.
 
 For each request, the success of copies in its earlier steps decides whether a block gets a copy, and from which slot on
@@ -42,7 +42,10 @@ class Copier(Protocol):
         """
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count how many more tokens would have been accepted with each possible copy in `step`."""
+        """Count the gain of each copy in `step` whose outcome is known.
+
+        The gain is the number of accepted drafts with the copy, minus the number with the draft model's guesses alone.
+        """
 
     def totals(self) -> list[list[int]]:
         """Return two counts for each class of match lengths: blocks with a copy, and accepted copied drafts.
@@ -89,7 +92,7 @@ class NoCopies:
 class TextCopies:
     """Copier that copies from each request's own history.
 
-    Invariant when a step begins: text_QM[r, :prefix_len] is the history of the request in row r.
+    Invariant when a step begins: text_QM[r, :prefix_len] is the history, before the anchor, of the request in row r.
     """
 
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
@@ -120,7 +123,7 @@ class TextCopies:
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Add each possible copy's gain in accepted tokens to the request's counts, by class of match lengths."""
+        """Add the gains, see `Copier.weigh`, to each request's counts, by class of match lengths."""
         if step.made is not None and step.drafts_BN.shape[1] > 1:  # at width 1 nothing was drafted
             (copied, texts), committed = step.made, (accepted.committed_BN, accepted.n_committed_B)
             self.weigh_copies(step.drafts_BN, copied, *committed, texts, totals_K2=self.totals_K2)

@@ -38,9 +38,9 @@ class Drafter:
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
         """Draft one block per request. Return int64 [B, width]: the anchor, drafts, then mask tokens past the block.
 
-        There are mask tokens only if the width exceeds the block. The draft always fills the whole block, as in
-        training. If only the anchor is verified, the draft does not run. Otherwise the result is a copy, because all
-        graphs share the memory of their outputs. The target's replay overwrites it before the drafts are compared.
+        There are mask tokens only if the width exceeds the block. If only the anchor is verified, the draft does not
+        run. Otherwise the draft fills the whole block, as in training. Then the result is a copy, because all graphs
+        share the memory of their outputs: the target's replay would overwrite the drafts before they are compared.
         """
         block = plan.drafted
         if block is None:

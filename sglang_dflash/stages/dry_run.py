@@ -57,9 +57,10 @@ class DryRun:
         return policy
 
     def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
-        """Run every kind of step that serving can have, for every batch size that needs its own compiled kernels.
+        """Run the draft, a greedy step at each width, and the `penalise` kernel, to compile their kernels.
 
-        On the CPU nothing is compiled per batch size, so one size is run.
+        They run once for each batch size that needs its own compiled kernels. On the CPU nothing is compiled per batch
+        size, so one size is run.
         """
         if not widths:  # a prefill-only server
             return
@@ -76,8 +77,8 @@ class DryRun:
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
         """Return the seconds of a greedy step of `n_requests` at each width.
 
-        Each round runs all widths, so a temporary slowdown of the machine affects all times of a round. To remove it,
-        each time is divided by the mean of its round. The result is scaled by the median of these means.
+        Each round runs all widths, so a temporary slowdown of the machine affects all times of a round. To remove
+        the slowdown, each time is divided by the mean of its round. The result is scaled by the median of these means.
         """
         whole = self.plan(n_requests, self.stages.planner.block_size)
         runs = [
@@ -99,7 +100,7 @@ class DryRun:
         self.runner.shared_read_done_event = None
 
     def plan(self, n_requests: int, width: int) -> Plan:
-        """Return a plan of `width` tokens each for dummy requests in the first rows of the request table."""
+        """Return a plan of `width` tokens per dummy request. The requests have the first rows of the request table."""
         rows_B = torch.arange(n_requests, dtype=torch.int64, device=self.runner.device)
         prefix_len = min(CONTEXT, self.runner.model_config.context_len // 2)
         return self.stages.planner.place(

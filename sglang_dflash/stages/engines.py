@@ -41,8 +41,9 @@ def build_engines(
 ) -> dict[int, WidthEngine]:
     """Return an engine for each width whose graphs fit into memory. The engine of `widest` has SGLang's own parts.
 
-    SGLang does not reserve memory for the captured graphs of other widths. `KEPT_FREE` of the free memory stays free
-    for the activations of prompts, and at least `reserve_bytes`. Widths whose graphs do not fit are left out.
+    SGLang does not reserve memory for the captured graphs of other widths. The fraction `KEPT_FREE` of the free memory,
+    and at least `reserve_bytes`, stays free for the activations of prompts. Widths whose graphs do not fit are left
+    out, except the largest of `widths`.
 
     Args:
         worker: the target's worker.
@@ -84,7 +85,8 @@ def build_while_they_fit(
     """Build the engine of the largest width, then those of other widths, until memory is short.
 
     The next width is always the one whose ratio to the nearest built width is largest. Its engine is assumed to need as
-    much memory as the largest engine so far. `KEPT_FREE` of the free memory stays free, and at least `reserve_gib`.
+    much memory as the largest engine so far. The fraction `KEPT_FREE` of the free memory, and at least `reserve_gib`,
+    stays free.
 
     Args:
         widths: wanted widths.

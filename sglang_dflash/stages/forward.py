@@ -19,7 +19,7 @@ def through_runner(runner: ModelRunner) -> Forward:
 
 
 def directly(runner: ModelRunner) -> Forward:
-    """Return a forward that calls the model itself, for models without experts and captured graphs.
+    """Return a forward that calls the model itself. The model must have no experts and no captured graphs.
 
     The forward skips SGLang's preparation for experts, graphs and data parallelism. This preparation takes a few
     percent of a tiny model's step. Each call uses the runner's current attention backend.

@@ -2,8 +2,8 @@
 
 SGLang's penalizers count one token per step, from the host. With speculation a step commits several tokens, and the
 last step's tokens are only on the device. Invariant after every step: counts_RV[row, v] is the number of occurrences of
-token v in the output of the row's request, anchor included. A request with a penalty (here also min_new_tokens) gets a
-row in its prefill. Other requests cost nothing, and without such requests nothing is allocated.
+token v in the output of the row's request, next anchor included. A request with a penalty (here also min_new_tokens)
+gets a row in its prefill. Other requests cost nothing. No counts are allocated before the first request with a penalty.
 
 When a retracted request is prefilled again, its output so far is part of the prefill, and is counted anew.
 """

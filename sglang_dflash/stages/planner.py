@@ -14,7 +14,12 @@ class Planner:
     """Placement of blocks in the request table and the KV pool."""
 
     def __init__(self, target_runner: ModelRunner, block_size: int, widest: int, mask_token_id: int) -> None:
-        """`block_size`: tokens per drafted block, anchor included; `widest`: most tokens a step writes per request."""
+        """Store the target's request table and the sizes of blocks.
+
+        Args:
+            block_size: number of tokens per drafted block, anchor included.
+            widest: largest number of tokens that a step writes for a request.
+        """
         self.req_to_token = target_runner.req_to_token_pool.req_to_token
         self.translator = target_runner.kv_index_translator
         self.block_size, self.widest = block_size, widest
@@ -23,7 +28,7 @@ class Planner:
         self.plan_block = PLAN_BLOCK.form_for(self.req_to_token)
 
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
-        """Plan a step that verifies `width` tokens of each block. With width 1 nothing is drafted."""
+        """Plan a step that verifies `width` tokens per request. With width 1 nothing is drafted."""
         state = batch.spec_info
         anchors = state.bonus_tokens, batch.seq_lens, batch.req_pool_indices, batch.req_pool_indices_cpu
         # SGLang provides exact lengths on the host only if an attention backend needs them.

@@ -1,9 +1,9 @@
 """Custom logit processors at every slot of the block.
 
 A processor receives the logits and the parameters of the requests that use it. The parameters may include the request
-object. At slot i the request's `output_ids` must be the committed tokens and drafts 1..i. Some of these tokens may
-exist only on the device. They are copied to the host when a processor reads `output_ids`. Nothing else waits for the
-device.
+object. At slot i the request's `output_ids` must be the committed output, anchor included, and drafts 1..i. Some of
+these tokens may exist only on the device. They are copied to the host when a processor reads `output_ids`. Nothing else
+in this module waits for the device.
 
 This is exact for processors that are functions of logits, parameters and output. A processor is also called for slots
 whose drafts are rejected later, which matters only if it keeps state between calls. SGLang's interface allows this.

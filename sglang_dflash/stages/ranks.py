@@ -47,14 +47,20 @@ class OneGroup:
             yield
 
     def beside_idle_ones(self, forward: Forward) -> Forward:
-        """Return the target's `forward`, for use while some ranks may have no requests."""
+        """Return a form of the target's `forward` that works while other ranks have no requests.
+
+        In this class: return `forward` itself.
+        """
         return forward
 
     def assume_equal_batches(self, batch: ForwardBatch) -> None:
         """Set SGLang's metadata for data parallelism as if all ranks had equal batches. In this class: do nothing."""
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
-        """Return a function that runs the forward of a rank without requests, while other ranks have requests."""
+        """Return a function that a rank without requests calls when other ranks run a forward.
+
+        In this class the function does nothing.
+        """
         return lambda batch: None
 
 
@@ -107,7 +113,7 @@ class Groups(OneGroup):
         )
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
-        """Return a function that runs a prefill or a verify without rows, while other ranks run it with rows."""
+        """Return a function that a rank without requests calls to join other ranks' prefill or verify, without rows."""
         nothing = torch.empty(0, dtype=torch.int64, device=worker.device)
 
         def run(batch: ScheduleBatch) -> None:

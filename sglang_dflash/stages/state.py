@@ -5,8 +5,8 @@ block cannot be changed back to an earlier token. So a verify leaves the persist
 with which commit advances it. These data are the state after every token (snapshot), or each token's contribution
 (fold).
 
-Tracking: at committed lengths that are multiples of the track interval, the state is copied to the request's track
-slot. The prefix cache can resume from there.
+Tracking: if the number of tokens that a state has read is a multiple of the track interval, the state is copied to the
+track slot. The prefix cache can resume from this copy.
 
 In a block of one token nothing can be rejected. So with fold, the target decodes this token as without speculation, and
 updates its state in place.
@@ -49,9 +49,10 @@ class State(Protocol):
         """Prepare `backend` before its first verify. Called once for each of the target's attention backends."""
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Advance each request's states by `n_committed_B` tokens, int32 [B].
+        """Advance each request's states by its kept rows: the anchor and the accepted drafts.
 
-        The target's runner must still have the attention backend of the verify.
+        The number of kept rows is `n_committed_B`, int32 [B]. The target's runner must still have the attention backend
+        of the verify.
         """
 
 
@@ -68,7 +69,7 @@ class NoState:
 
 
 class SnapshotState:
-    """State whose verify stores a copy after every token. Commit restores the copy after the last committed token."""
+    """State whose verify stores a copy after every token. Commit restores the copy after the last kept row."""
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
         self.worker = worker
@@ -79,7 +80,7 @@ class SnapshotState:
         return
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Restore the state after the last committed token."""
+        """Copy each request's state after its last kept row into the request's slot. Also copy tracked states."""
         commit_mamba_states_after_verify(
             self.worker,
             batch,
@@ -91,14 +92,15 @@ class SnapshotState:
 
 
 class FoldState:
-    """State for which a verify records each token's contribution. Commit adds the records of committed tokens.
+    """State for which a verify records each token's contribution. Commit adds the records of kept rows.
 
     The records replace the per-token states in SGLang's pool (`memory/records.py`), and `RecordingVerify` replaces
     SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs. The
     windows of the causal convolution (its last inputs) are small, so SGLang's own code stores and copies them.
 
-    On a GPU a commit has three launches for any number of layers. They are SGLang's search for slots (`BlockSlots`),
-    the fold, including tracked states, and SGLang's copy of the windows (one launch per copy if they are not bf16).
+    On a GPU a commit has three launches for any number of layers: SGLang's search for slots (`BlockSlots`), the fold
+    with the copies of tracked states, and SGLang's copy of the windows. If the windows are not bf16, this copy has
+    several launches.
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
@@ -122,7 +124,7 @@ class FoldState:
         gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Add the records of the committed tokens to the states of all layers."""
+        """Add the records of the kept rows to the states of all layers, and copy tracked states."""
         backend = self.runner.attn_backend.linear_attn_backend
         slot_B = backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
         last_B, tracked_B = self.slots.last_and_tracked(batch, plan, n_committed_B)
@@ -154,7 +156,7 @@ class InPlaceState:
         linear.supports_packed_verify = True  # type: ignore[attr-defined]
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Copy the states of requests whose committed length is now a multiple of the track interval."""
+        """Copy each state that has now read a multiple of the track interval, in tokens, to its track slot."""
         if batch.mamba_track_indices is None:
             return
         backend = self.runner.attn_backend.linear_attn_backend
@@ -213,7 +215,7 @@ class RecordingVerify:
             a, b: [T, H].
             ssm_states: the layer's states, [S, H, V, K].
             cache_indices: int [B], state slot of each request.
-            intermediate_states_buffer: the layer's records, written.
+            intermediate_states_buffer: the layer's records, which this method writes.
         """
         slot_B = cache_indices[: len(query_start_loc) - 1]
         x = Inputs(q[0], k[0], v[0], a, b, A_log, dt_bias)
@@ -232,13 +234,13 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
 
 
 class BlockSlots:
-    """Finder of two slots in each block: the last committed one, and the tracked one.
+    """Finder of two slots in each block: the last kept one, and the tracked one.
 
-    The state after the last committed slot becomes the request's state. The state after the tracked slot is copied for
-    the prefix cache.
+    The last kept slot holds the last accepted draft, or the anchor if no draft was accepted. The state after this slot
+    becomes the request's state. The state after the tracked slot is copied for the prefix cache.
 
     The search is one launch of SGLang's kernel. The kernel also handles draft trees, so it takes a table of rows: for
-    every accepted token, its row among the B x `width` verified rows. In a chain, slot i of request b is always row
+    every kept token, its row among the B x `width` verified rows. In a chain, slot i of request b is always row
     b * `width` + i. So this table, `row_QN`, is computed once for Q requests.
     """
 
@@ -250,10 +252,10 @@ class BlockSlots:
     def last_and_tracked(
         self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return each request's last committed slot, and the slot to track, int64 [B] each.
+        """Return each request's last kept slot, and the slot to track, int64 [B] each.
 
-        After the slot to track, the committed length is a multiple of the track interval. A request without such a slot
-        in this step has -1. If this server does not track, the second result is None.
+        After the slot to track, the state has read a multiple of the track interval, in tokens. A request without such
+        a kept slot in this step has -1. If this server does not track, the second result is None.
         """
         tracks = batch.mamba_track_indices is not None
         return fused_commit_track_indices(
@@ -281,7 +283,8 @@ def make_state(worker: TpModelWorker, kind: GdnState | None, width: int) -> Stat
         kind: method that advances the states; None: the target has no recurrent states, or this server never verifies.
         width: number of tokens of a block that are verified.
     Raises:
-        NotSupported: `kind` is FOLD, and the target has further states, or its pool is not a `RecordPool`.
+        NotSupported: `kind` is FOLD, and the target has states that a fold does not advance. Or `kind` is FOLD, `width`
+            is above 1, and the target's pool is not a `RecordPool`.
     """
     if kind is None:
         return NoState()

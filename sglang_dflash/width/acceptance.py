@@ -15,7 +15,8 @@ CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
 WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) stay out of the counts of all requests
 
 # For each draft position: weighted number of times all drafts before it were accepted (it was "reached"), and weighted
-# number of times it was accepted. Earlier observations keep their weights. Instead, later ones get larger weights.
+# number of times it was accepted. A step does not lower the weights of earlier observations. Instead, each new
+# observation gets a larger weight than the one before.
 Counts = list[tuple[float, float]]
 
 
@@ -53,8 +54,9 @@ class Own:
         self.counts, self.n_tokens = nothing[:], 0
         # Two levels, because a block whose first draft fails is no evidence about further drafts.
         self.first, self.further = Level(FIRST_PRIOR), Level(FURTHER_PRIOR)
-        # Width and number of accepted drafts of each step while the request is no longer than WARM_UP. These steps are
-        # not yet in the counts of all requests. None: the request is longer, and each step is counted immediately.
+        # Width and number of accepted drafts of each step, while the request has at most WARM_UP output tokens. These
+        # steps are not yet in the counts of all requests. None: the request has more output tokens, and each of its
+        # steps is counted immediately.
         self.kept: list[tuple[int, int]] | None = []
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
@@ -122,7 +124,7 @@ class Acceptance:
             self.last_D[:n_reached] = self._of_all(n_reached)
 
     def expected(self, rids: Sequence[str]) -> list[float]:
-        """Return the expected number of committed tokens at each width 0, 1, ..., N, averaged over the requests."""
+        """Return the expected number of committed tokens per request, at each width from 0 to the largest."""
         all_D = self._of_all()
         total_D = [0.0] * len(all_D)
         for own in (self.of_request.get(rid) for rid in rids):

@@ -9,7 +9,7 @@ import numpy as np
 # The relative error of a real step is the step's time divided by the estimate, minus 1.
 COMMON = 0.1  # fraction of the error by which the times of all widths are corrected
 OWN = 0.03  # further fraction of the error by which the time of the step's own width is corrected
-MOST = 0.15  # bound of the error before a width has had RECENT steps, because some steps take twice as long
+MOST = 0.15  # bound of the error before a width has had RECENT steps, because some steps take twice as long as usual
 RECENT = 5  # number of last steps of a width whose median error is used
 
 Agree = Callable[[np.ndarray], None]  # overwrites an array in place with the same values on every rank
@@ -35,13 +35,13 @@ class StepCost:
         self.settle()
 
     def settle(self) -> None:
-        """Apply the corrections so far to the results of `of`. All ranks must call this after the same step."""
+        """Make `of` return the times as corrected so far. All ranks must call this after the same step."""
         agreed_SW = np.array(self.measured_SW, dtype=float)
         self.agree(agreed_SW)
         self.measured_SW, self.agreed_SW = agreed_SW.tolist(), agreed_SW.tolist()
 
     def of(self, n_requests: int) -> list[float]:
-        """Return the seconds of a step at each width. Larger batches than all measured ones get the largest one's."""
+        """Return the seconds of a step at each width. Batches above the largest measured size get that size's times."""
         return self._of(n_requests, self.agreed_SW)
 
     def _of(self, n_requests: int, seconds_SW: Sequence[Sequence[float]]) -> list[float]:
@@ -49,7 +49,7 @@ class StepCost:
         return [sum(weight * seconds_SW[i][w] for i, weight in parts) for w in range(len(self.widths))]
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
-        """Correct the estimates by a real step that took `seconds`."""
+        """Correct the estimates with the time of a real step, `seconds`."""
         w = self.widths.index(width)
         errors = self.errors_W[w]
         errors.append(seconds / self._of(n_requests, self.measured_SW)[w] - 1)

@@ -12,10 +12,10 @@ over r = 0 and r = REST and all widths. On a GPU T grows in jumps, so the optimu
 
 A step at width w shows which drafts at narrower widths would be accepted, but nothing about further drafts. So some
 steps, called looks, verify at the largest width. A request that runs alone and has had no drafts gets a look. A batch
-of such requests gets one if the budget for looks is not negative. Further looks follow when this budget, in seconds,
-covers the expected loss of a look. Each step adds `EXPLORE` times the largest possible gain of a larger width to the
-budget. This gain assumes that a draft beyond the present width is accepted whenever all drafts before it are. A change
-of width costs nothing, so there is no threshold for it.
+of several requests, none of which has had drafts, gets a look if the budget for looks is not negative. Further looks
+follow when this budget, in seconds, covers the expected loss of a look. Each step adds `EXPLORE` times the largest
+possible gain of a larger width to the budget. This gain assumes that a draft beyond the present width is accepted
+whenever all drafts before it are. A change of width costs nothing, so there is no threshold for it.
 
 The policy runs on the host in plain Python, with counts that arrive one or two steps late. numpy calls between two
 steps would be slow on a CPU whose caches a model has just filled. Ranks have equal counts and choose equal widths.
@@ -30,7 +30,9 @@ from typing import NamedTuple
 from sglang_dflash.width.acceptance import Acceptance
 from sglang_dflash.width.cost import StepCost
 
-EXPLORE = 0.01  # fraction of a larger width's possible gain that is added to the budget; at most this share of the time
+# Fraction of a larger width's possible gain that each step adds to the budget. At most this fraction of the step's time
+# is added.
+EXPLORE = 0.01
 REST = 6  # number of steps of one token in a rest; longer rests have no further effect
 REST_DECAY = math.exp(-1 / 128)  # decay per step with drafts of the weight of old evidence about rests
 REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
@@ -85,18 +87,18 @@ class Random(Policy):
 
 
 class Rhythm:
-    """Two factors on the expected number of accepted drafts: one for blocks without a rest before, one for the others.
+    """Two factors on the expected number of accepted drafts: for blocks without a rest before them, and after a rest.
 
     A factor is a quotient of the blocks of its kind, divided by the same quotient of all blocks. The quotient is the
     number of accepted drafts divided by the number that `Acceptance` expects. With little evidence a factor is near 1.
     """
 
     def __init__(self) -> None:
-        # Faded sums of drafts: without a rest before, and with one.
+        # Faded sums of drafts: in blocks without a rest before them, and in blocks after a rest.
         self.accepted_2, self.expected_2 = [0.0, 0.0], [0.0, 0.0]
 
     def factors(self) -> list[float]:
-        """Return the factor without a rest before a block, and the factor with one."""
+        """Return the factor for blocks without a rest before them, and the factor for blocks after a rest."""
         level = (sum(self.accepted_2) + 1) / (sum(self.expected_2) + 1)
         return [(self.accepted_2[i] / level + REST_PRIOR) / (self.expected_2[i] + REST_PRIOR) for i in (0, 1)]
 
@@ -141,7 +143,7 @@ class Adaptive(Policy):
         self.drafted = set[str]()  # requests that have had a step with drafts
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Choose the best width, or one token during a rest, or a look if the budget covers the loss of a look."""
+        """Choose the best width, one token during a rest, or a look. The head of this module says when to look."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY:
             self.cost.settle()
