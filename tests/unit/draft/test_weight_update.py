@@ -79,9 +79,9 @@ def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
 
 
 def test_all_fields_that_models_are_built_from_are_compared() -> None:
-    """A draft is built alike for all values of the seven fields `left_out`, except `vocab_size` with a selector.
+    """The served model depends on the fields `BUILT` of a draft. The other seven do not matter, with one exception.
 
-    If the draft has a selector, `vocab_size` is compared separately.
+    If the draft has a selector, `vocab_size` matters. Then `require_like` compares it in addition to `BUILT`.
     """
     left_out = {
         "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",
