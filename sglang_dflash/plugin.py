@@ -105,7 +105,10 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         HOOKS["after_transfer"]: (after_transfer, HookType.AFTER),
         HOOKS["finish"]: (update_finish_state, HookType.AROUND),
         HOOKS["session"]: (create_req, HookType.AROUND),
-        HOOKS["update_from_disk"]: (own_checkpoint_only(config.draft, config.target.vocab_size), HookType.AROUND),
+        HOOKS["update_from_disk"]: (
+            own_checkpoint_only(config.draft, vocab_size=config.target.vocab_size, block_size=config.block_size),
+            HookType.AROUND,
+        ),
         HOOKS["push_tensors"]: (to_target_unless_named, HookType.AROUND),
         HOOKS["push_over_group"]: (to_target_unless_named, HookType.AROUND),
         HOOKS["load_pushed"]: (refuse_unknown, HookType.AROUND),

@@ -6,7 +6,7 @@ options.py    command line and presets
 prompts.py    prompts from data sets, a file, or the bundled questions
 engine.py     interface of an arm: client.py queries a server, served.py starts one, in_torch.py needs none
 measure.py    a timed run, and statistics of several runs
-compare.py    comparison of answers, and the gate: `--require-equal` shows no speed if answers differ
+compare.py    comparison of answers, and the gate: `--require-equal` shows no speed if answers differ (see `--tie-gap`)
 schedule.py   order in which the arms are measured, each in several turns
 rows.py       results as rows of the document, and their summary
 report.py     JSON document and tables

@@ -1,8 +1,8 @@
 """Comparison of answers, and the gate: with `--require-equal` answers must be equal before any speed is shown.
 
-The scores of two tokens can be so close that another batch shape swaps them, mostly below fp32. The difference is
-a near tie if both tokens are within `--tie-gap` nats of the first arm's likeliest token. The gate accepts near ties. By
-default `--tie-gap` is 0, and no difference is accepted.
+The scores of two tokens can be so close that another batch shape swaps them, mostly in precisions below fp32. A
+difference is a near tie if both of its tokens are within `--tie-gap` nats of the first arm's likeliest token. The gate
+accepts near ties. By default `--tie-gap` is 0, and no difference is accepted.
 """
 
 from collections.abc import Callable, Mapping, Sequence

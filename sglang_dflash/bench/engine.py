@@ -52,8 +52,8 @@ class Engine:
 
     Attributes:
         name: name of the arm.
-        kind: software of the engine. Between engines of one kind answers with token ids are compared by the ids, all
-            others by text.
+        kind: software of the engine. If two engines are of one kind and return token ids, their answers are compared
+            by token ids, else by text.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make the engine usable inside the context. A server started here uses no CPU or GPU time outside."""
+        """Make the engine usable inside the context. A server started here uses no CPU or GPU time outside it."""
         yield
 
     def flush(self) -> bool:

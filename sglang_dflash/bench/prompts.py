@@ -79,7 +79,7 @@ def load(name: str, n: int) -> Task:
     """Return at most `n` conversations of a named set.
 
     Raises:
-        ValueError: the set cannot be downloaded.
+        ValueError: the set cannot be downloaded, or a package that it needs is not installed.
     """
     if name == SYNTHETIC:
         return Task(SYNTHETIC, f"{BUNDLED}, seed {SEED}", workloads.held_out(n))

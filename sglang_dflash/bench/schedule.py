@@ -2,7 +2,7 @@
 
 If all arms are in memory, the arms change after every part of the prompts. Otherwise an arm answers all prompts at
 every concurrency before the next arm starts. A turn is one arm's requests for one part. Each turn begins with a
-warm-up, after which the prefix cache is emptied if the engine has a way to do this.
+warm-up. Before the warm-up and before the measurement the prefix cache is emptied, if the engine has a way to do this.
 """
 
 import time

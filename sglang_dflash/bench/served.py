@@ -20,9 +20,9 @@ GIB_PER_SERVER = 3  # GiB of host memory of one server's processes, most of it S
 
 
 class ServedEngine(HttpEngine):
-    """Server that runs inside `running`. It is started and stopped there; if `keep` is set, it is resumed and paused.
+    """Server that `running` starts and stops. If `keep` is set, `running` resumes and pauses the server instead.
 
-    Invariant: after its start the server gets no CPU time outside `running`.
+    Invariant: once `keep` is set, the server gets no CPU time outside the context `running`.
     """
 
     def __init__(self, launch: ServerCommand, *, log: Path, port: int, console: Console) -> None:

@@ -31,7 +31,7 @@ IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, subtracted before K a
 
 
 class RadixStates(IntEnum):
-    """State slots per request, by strategy of the prefix cache: its own, those in the tree, and those tracking it."""
+    """Recurrent states per request, by prefix cache strategy: its own, states in the tree, and buffers for the tree."""
 
     EXTRA_BUFFER = 5
     EXTRA_BUFFER_LAZY = 4
@@ -80,7 +80,7 @@ class DraftSizes:
     Attributes:
         split_bytes: weights that are split over ranks: attention and MLP.
         whole_bytes: weights that every rank has: feature fusion, norms, convolutions and the selector's tables.
-        window: most context tokens that a layer attends to; None if a layer attends to the whole context.
+        window: largest number of context tokens in a layer's window; None if a layer attends to the whole context.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Serving:
     wider: int = 0
 
     def widest(self, worker: Worker) -> int:
-        """Return the most tokens that a step verifies per request."""
+        """Return the largest number of tokens that a step verifies per request."""
         return max(self.block_size, self.wider) if worker is Worker.PLUGIN else self.block_size
 
 

@@ -2,7 +2,8 @@
 
 The bytes of a target's weights are read from the headers of the safetensors files next to the config. If there are no
 such files, the bytes are read from the files' index, or else computed from the config. A draft's bytes are always
-computed. Unknown model families and incomplete configs are rejected.
+computed. Configs without a needed field are rejected. An unknown model family is rejected only if the bytes of a
+target's weights must be computed.
 """
 
 import json

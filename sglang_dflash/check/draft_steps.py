@@ -2,7 +2,7 @@
 
 In DFlash, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. In some other
 drafters slot 0 already predicts the token after the anchor. If such a drafter is loaded as DFlash, hardly any draft is
-accepted.
+accepted. The first draft of a block is its guess for the token after the anchor.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Findings about an installation without importing SGLang, and the type of all findings."""
 
 import gc
+import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -54,12 +55,14 @@ def _find(name: str, check: Check) -> Finding:
 
 
 def sentence(refusal: Exception) -> str:
-    """Return the error's message; for an AttributeError of SGLang, also its likely cause."""
+    """Return the error's message; for an AttributeError or a JSON error of SGLang, also its likely cause."""
     if isinstance(refusal, AttributeError):
         return (
             f"SGLang cannot read this model with these flags ({refusal}); "
             "drop the flag that the model does not fit, most often a field of --json-model-override-args"
         )
+    if isinstance(refusal, json.JSONDecodeError):
+        return f"{refusal.doc[:80]!r} is not JSON ({refusal}); fix the flag or the file with this text"
     return str(refusal) or type(refusal).__name__
 
 

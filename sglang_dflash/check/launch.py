@@ -53,13 +53,14 @@ def machine() -> str:
 
 
 def launch(argv: Sequence[str]) -> tuple[str, str]:
-    """Resolve the arguments of a launch, which checks target, draft and flags against each other.
+    """Resolve and check the arguments of a launch, which compares target, draft and flags with each other.
 
     Returns:
         A line with block, window, backend, draft and notes, and a text with the whole configuration.
 
     Raises:
         ValueError: a flag is misspelt, DFLASH is not selected, or see `DFlashConfig.from_server_args`.
+        AssertionError: SGLang's own checks reject a flag.
         SystemExit: SGLang's parser rejects the arguments for another reason than an unknown flag.
     """
     from sglang.srt.server_args import prepare_server_args
@@ -75,6 +76,7 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
     server_args.resolve_once()
     if not asks_for_dflash(server_args):
         raise ValueError("the flags have no --speculative-algorithm DFLASH; add it")
+    server_args.check_server_args()
     if flags.current().worker is Worker.STOCK:
         return "SGLANG_DFLASH_WORKER=stock: not checked, SGLang's built-in worker serves it", ""
     config = DFlashConfig.from_server_args(server_args)

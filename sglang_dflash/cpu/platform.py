@@ -63,6 +63,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return block_cache_locs
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """Return a name that no `/start_profile` request contains: SGLang's own activity "CPU" suffices here."""
+        return ""
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def init_backend(self) -> None:
         """Install stand-ins during the import of SGLang's model runner, before most modules import kernels."""
         from sglang_dflash.cpu import install

@@ -64,7 +64,7 @@ class StepTrace:
 def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> list[tuple[str, int, str]]:
     """Return (kind, index in its step from 1, text) of each token.
 
-    An end token has no text and no piece. If the text encodes to another number of tokens, it is one piece.
+    An end token has no text and no piece. If the text does not encode to the step's tokens, it is one piece.
     """
     if not step.text:  # the end token alone
         return []

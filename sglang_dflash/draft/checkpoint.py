@@ -18,7 +18,14 @@ from sglang_dflash.draft.variants import ARCHITECTURES, DFLASH_2, refuse_variant
 from sglang_dflash.errors import STOCK, NotSupported
 
 CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Numbers without which a rope of this type is undefined.
+ROPE_TYPES = {
+    "default": (),
+    "linear": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 # Rope fields that a draft's config may copy from its target, if the target rotates only a part of each head or uses
 # multi-modal positions. The draft does not use these fields: it rotates whole heads by one position. A `rope_dim` equal
 # to the head width confirms this.
@@ -67,7 +74,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         head_dim=head_dim,
         intermediate_size=fields.count("intermediate_size"),
         vocab_size=fields.optional_count("vocab_size"),
-        rms_norm_eps=fields.get("rms_norm_eps", Checkpoint.rms_norm_eps),
+        rms_norm_eps=float(fields.number("rms_norm_eps", Checkpoint.rms_norm_eps)),
         attention_bias=bool(fields.get("attention_bias", False)),
         max_position_embeddings=fields.count("max_position_embeddings", Checkpoint.max_position_embeddings),
         rope_parameters=_rope_parameters(config, head_dim, path),
@@ -78,7 +85,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         block_size=fields.count("block_size", least=2),  # the anchor and at least one draft
         mask_token_id=fields.count("mask_token_id", least=0),
         target_layer_ids=_target_layer_ids(config, path),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or Checkpoint.dtype),
+        dtype=_dtype(config, path),
         **_second(config, path),
     )
 
@@ -93,13 +100,17 @@ def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
             f"{path}: {architecture} with a selector_rank of {sizes['selector_rank']}: a candidate selector "
             f"belongs to {DFLASH_2}, which always has one; fix config.json"
         )
-    multiplier = given.get("output_multiplier", 1.0)
-    if type(multiplier) not in (int, float) or not multiplier > 0:
-        raise ValueError(f"{path}: output_multiplier {multiplier!r} is not a number above 0; fix config.json")
     return sizes | {
-        "output_multiplier": multiplier,
+        "output_multiplier": given.number("output_multiplier", 1.0),
         "final_logit_softcapping": given.get("final_logit_softcapping") or None,
     }
+
+
+def _dtype(config: Mapping[str, Any], path: str) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or Checkpoint.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"{path}: dtype is {name!r}, not one of {', '.join(DTYPES)}; fix config.json")
+    return name
 
 
 def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
@@ -136,11 +147,12 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
 
     Transformers 5 writes `rope_parameters`, earlier versions write `rope_theta` and `rope_scaling`.
     """
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = _given_rope(config, path)
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    rope.setdefault("rope_type", rope.pop("type", "default"))
     if rope["rope_type"] not in ROPE_TYPES:
         raise NotSupported(f"{path}: rope_type={rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}; {STOCK}")
+    for name in ("rope_theta", *ROPE_TYPES[rope["rope_type"]]):
+        Fields(rope, f"{path}: rope_parameters", "").number(name)
     if rope.get("rope_dim") not in (None, head_dim):
         raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} is not the head width {head_dim}; {STOCK}")
     # If rope_dim is missing, some libraries apply the target's partial_rotary_factor and mrope_section to the draft.
@@ -154,6 +166,30 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
     if rope["rope_type"] == "linear":
         rope["factor"] = float(rope.get("factor", 1.0))  # SGLang takes a list or a float
     return {name: value for name, value in rope.items() if name not in COPIED_FROM_TARGET}
+
+
+def _given_rope(config: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return `rope_parameters` or `rope_scaling`, with `rope_type`. Both may be given if they agree."""
+    ropes = []
+    for field in ("rope_parameters", "rope_scaling"):
+        rope = config.get(field) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"{path}: {field} is {rope!r}, not an object; fix config.json")
+        if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+            raise NotSupported(
+                f"{path}: {field} has a rope for each kind of layer ({', '.join(nested)}), and the layers of a DFlash "
+                "draft share one; write its fields directly into rope_parameters if they are equal"
+            )
+        if rope:
+            ropes.append({"rope_type": rope.get("type", "default"), **rope})
+            ropes[-1].pop("type", None)
+    used = ropes[-1].keys() - COPIED_FROM_TARGET if ropes else ()
+    if any(ropes[0].get(name) != ropes[-1][name] for name in used):
+        raise ValueError(
+            f"{path}: rope_scaling {ropes[-1]} contradicts rope_parameters {ropes[0]}; remove the one with which the "
+            "draft was not trained"
+        )
+    return dict(ropes[0]) if ropes else {"rope_type": "default"}
 
 
 # -- tensors -------------------------------------------------------------------------------------------------------
@@ -210,6 +246,11 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
     """
     path, expected = checkpoint.path, expected_shapes(checkpoint)
     missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if prefixed := [name for name in extra if missing and name.endswith(f".{missing[0]}")]:
+        raise ValueError(
+            f"{path}: {missing[0]} is stored as {prefixed[0]}; save the draft without the prefix "
+            f"{prefixed[0].removesuffix(missing[0])!r} of its tensors' names"
+        )
     if missing:
         raise ValueError(
             f"{path}: {len(missing)} of {len(expected)} tensors are missing, the first is {missing[0]}; "

@@ -1,14 +1,15 @@
 """Typed look-up in a config.json."""
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 
 class Fields:
     """Fields of a config.json. Fields of the nested object `inner` take precedence over top-level fields.
 
-    Null counts as missing. `count` and `optional_count` raise ValueError if a value is not an integer, or is too small.
-    `count` also raises ValueError if the field is missing and there is no default.
+    Null counts as missing. `count`, `optional_count` and `number` raise ValueError if a value is not a number of their
+    kind, or is too small. `count` and `number` also raise ValueError if a field is missing and there is no default.
     """
 
     def __init__(self, config: Mapping[str, Any], name: str, inner: str) -> None:
@@ -27,6 +28,15 @@ class Fields:
             raise ValueError(f"{self.name}: config.json has no {field}; add it")
         if type(value) is not int or value < least:
             raise ValueError(f"{self.name}: {field} is {value!r}, not an integer of at least {least}; fix config.json")
+        return value
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """Return a number above 0."""
+        value = self.get(field, default)
+        if value is None:
+            raise ValueError(f"{self.name}: config.json has no {field}; add it")
+        if type(value) not in (int, float) or not 0 < value < inf:
+            raise ValueError(f"{self.name}: {field} {value!r} is not a number above 0; fix config.json")
         return value
 
     def optional_count(self, field: str) -> int | None:

@@ -6,7 +6,7 @@ A draft is a directory or a Hugging Face repository id, as in SGLang. If a repos
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,8 +48,8 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
         ValueError: the file contains no JSON object; the message ends with `cure`.
     """
     try:
-        found = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not JSON ({error}); {cure}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds a {type(found).__name__}, not an object; {cure}")
@@ -60,16 +60,32 @@ def tensor_shapes(path: str, revision: str | None) -> Shapes:
     """Return the shape of every tensor of the draft by name, without an exporter's name prefix (see `own_names`).
 
     Raises:
-        ValueError: the draft has no safetensors files, or one of them is missing, is damaged or cannot be fetched.
+        ValueError: the draft has no safetensors files, one of them is missing, is damaged or cannot be fetched, or a
+            tensor is stored twice.
         NotSupported: the draft has its own mask embedding.
     """
     folder = Path(path) if Path(path).exists() else _cached_snapshot(path, revision)
     return own_names(_local_shapes(folder) if folder else _hub_shapes(path, revision))
 
 
-def own_names(tensors: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the tensors by name without the prefix `model.`, which some exporters add, and without rotary tables."""
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if not name.endswith(ROTARY)}
+def own_names(files: Iterable[tuple[str, Mapping[str, Value]]]) -> dict[str, Value]:
+    """Return the tensors by name without the prefix `model.`, which some exporters add, and without rotary tables.
+
+    Args:
+        files: names of the draft's files, with the tensors of each.
+    Raises:
+        ValueError: two tensors have the same name, so a loader would take either.
+    """
+    own, found_in = dict[str, Value](), dict[str, str]()
+    for file, tensors in files:
+        for stored, tensor in tensors.items():
+            name = stored.removeprefix("model.")
+            if name.endswith(ROTARY):
+                continue
+            if name in own:
+                raise ValueError(f"{file} has {stored}, and {found_in[name]} has {name} too; remove one of them")
+            own[name], found_in[name] = tensor, file
+    return own
 
 
 def local_folder(source: str | Path) -> Path:
@@ -101,26 +117,28 @@ def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> d
     Args:
         read: a framework's reader of a safetensors file.
     Raises:
-        ValueError, NotSupported: see `weight_files`.
+        ValueError, NotSupported: see `weight_files` and `own_names`.
     """
-    tensors: dict[str, Value] = {}
-    for file in weight_files(folder):
-        tensors |= read(file)
-    return {name: tensor for name, tensor in own_names(tensors).items() if name not in BORROWED}
+    tensors = own_names((str(file), read(file)) for file in weight_files(folder))
+    return {name: tensor for name, tensor in tensors.items() if name not in BORROWED}
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a draft's directory.
 
     Raises:
-        ValueError: there is no safetensors file.
+        ValueError: there is no safetensors file, or the index of the files is damaged.
         NotSupported: the draft has its own mask embedding.
     """
     if (folder / MASK_EMBEDDING).exists():
         raise NotSupported(f"{folder} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; {STOCK}")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        cure = "fetch the draft again"
+        names = read_object(index, cure).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to files; {cure}")
+        return [folder / name for name in sorted(set(names.values()))]
     files = sorted(folder.glob("*.safetensors"))
     if files:
         return files
@@ -141,15 +159,14 @@ def _local_config(folder: Path) -> Path:
     return folder / "config.json"
 
 
-def _local_shapes(folder: Path) -> Shapes:
-    shapes: Shapes = {}
+def _local_shapes(folder: Path) -> Iterator[tuple[str, Shapes]]:
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="numpy") as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{file} cannot be read as safetensors ({error}); fetch the draft again") from None
-    return shapes
+        yield str(file), shapes
 
 
 # -- a repository --------------------------------------------------------------------------------------------------
@@ -173,9 +190,9 @@ def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
     return folder if any(folder.glob("*.safetensors")) else None
 
 
-def _hub_shapes(repository: str, revision: str | None) -> Shapes:
+def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Shapes]]:
     try:
-        files = HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata.values()
+        files = HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata
     except NotASafetensorsRepoError:
         raise ValueError(f"{repository} has no safetensors weights; convert the draft to safetensors") from None
     except (HfHubHTTPError, OfflineModeIsEnabled) as error:
@@ -183,4 +200,5 @@ def _hub_shapes(repository: str, revision: str | None) -> Shapes:
         raise ValueError(
             f"{repository}: its weights are not here and cannot be fetched ({reason}); download them"
         ) from None
-    return {name: tuple(info.shape) for file in files for name, info in file.tensors.items()}
+    for file, found in files.items():
+        yield f"{repository}/{file}", {name: tuple(info.shape) for name, info in found.tensors.items()}

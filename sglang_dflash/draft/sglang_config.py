@@ -31,21 +31,13 @@ def read_draft(
 ) -> PretrainedConfig:
     """Read a DFlash draft's config without override arguments. SGLang reads other models. Hook around `get_config`.
 
-    If this plugin's reader rejects a draft, SGLang reads the draft, because another algorithm may serve it. A launch
-    with DFLASH has been refused before.
+    SGLang's reader needs a model type, which configs of some trainers lack. With `--trust-remote-code` it also imports
+    the classes that a config's `auto_map` names, and their files are often left out of a draft. If this plugin's reader
+    rejects a draft, SGLang reads the draft, because another algorithm may serve it. A launch with DFLASH has been
+    refused before.
     """
-    try:
-        found = stock(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
-    except ValueError:  # SGLang needs a model type, which configs of some trainers lack
-        ours = own_config(model, revision)
-        if ours is None:
-            raise
+    if (ours := own_config(model, revision)) is not None:
         return ours
-    ours = own_config(model, revision) if is_ours(found) else None
-    if ours is not None:
-        return ours
-    if not model_override_args:
-        return found
     return stock(
         model, trust_remote_code=trust_remote_code, revision=revision, model_override_args=model_override_args, **kwargs
     )

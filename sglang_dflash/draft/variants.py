@@ -82,6 +82,8 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
     _refuse_anchor_first(config, path)
     _refuse_quantized(config, path)
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"{path}: architectures is {architectures!r}, not a list; fix config.json")
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         raise NotSupported(
             f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {DFLASH} or {DFLASH_2}; "

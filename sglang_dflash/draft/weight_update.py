@@ -31,7 +31,7 @@ BUILT = (
 )  # fmt: skip
 
 
-def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tuple[bool, str]]:
+def own_checkpoint_only(served: Checkpoint, *, vocab_size: int, block_size: int) -> Callable[..., tuple[bool, str]]:
     """Return a hook around `WeightUpdater.update_weights_from_disk`.
 
     The hook returns whether the update succeeded, and a sentence for the client.
@@ -39,6 +39,7 @@ def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tu
     Args:
         served: draft with which the server was started.
         vocab_size: size of the target's vocabulary.
+        block_size: number of tokens per block on this server, at most `served.block_size`.
     """
 
     def update(
@@ -53,7 +54,7 @@ def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tu
             return True, f"The target stays: {model_path} is a DFlash draft."
         if for_draft:
             try:
-                require_like(served, checkpoint.read(model_path), vocab_size)
+                require_like(served, checkpoint.read(model_path), vocab_size, block_size)
             except ValueError as error:
                 return False, str(error)
         return stock(updater, model_path, *args, **kwargs)
@@ -70,15 +71,25 @@ def is_draft(path: str) -> bool:
     return names_draft(config)
 
 
-def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int) -> None:
+def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int, block_size: int) -> None:
     """Check that the new draft has the served draft's values of the fields `BUILT`, and belongs to the same target.
 
+    It must also have been trained for blocks of at least `block_size` tokens.
+
     Raises:
-        ValueError: a value differs, or a target tensor in the draft's files has another shape.
+        ValueError: a value differs, its blocks are too short, or a target tensor in its files has another shape.
         NotSupported: the new draft's vocabulary is reduced.
     """
     check_borrowed(new, "that of this server", hidden_size=served.hidden_size, vocab_size=vocab_size)
-    for name in (*BUILT, *(["vocab_size"] if served.selector_rank else [])):
+    if new.block_size < block_size:
+        raise ValueError(
+            f"{new.path}: block_size is {new.block_size}, and this server drafts blocks of {block_size}; "
+            "restart with it"
+        )
+    also = ["vocab_size"] if served.selector_rank else []
+    if served.num_target_layers and new.num_target_layers:
+        also.append("num_target_layers")
+    for name in (*BUILT, *also):
         ours, theirs = vars(served)[name], vars(new)[name]
         if ours != theirs:
             raise ValueError(f"{new.path}: {name} is {theirs}, and the draft being served has {ours}; restart with it")

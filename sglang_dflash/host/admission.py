@@ -29,7 +29,8 @@ MOST_TOP_K = 2**31 - 1  # largest top_k, because SGLang stores top_k as int32
 # Largest logit bias (absolute) and temperature. Far below fp32's maximum of 3.4e38, so that logits stay finite.
 MOST = 1e30
 LEAST_REPETITION = 1e-30  # least repetition_penalty; logits divided by less could overflow fp32
-# Largest number of answers per request. SGLang creates an internal request for each answer before it serves the first.
+# Largest number of answers (n times the number of prompts) to a request with n > 1. SGLang creates an internal request
+# for each answer before it serves the first.
 MOST_ANSWERS = 2**16
 
 

@@ -1,4 +1,4 @@
-"""Selection of the draft's attention backend, by KV cache, page size and device.
+"""Selection of the draft's attention backend, by masks, KV cache dtype, page size and device.
 
 A DFlash draft needs a mask that ordinary decoding does not need: in a full layer every slot of the block attends to the
 whole block. If a backend lacked this mask, drafts would change and acceptance would fall, without an error. So only the

@@ -101,7 +101,7 @@ def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
 
 
 def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:
-    """If requests will be retracted, process the outcome of the step in flight before.
+    """Process the outcome of the step in flight before requests are retracted.
 
     Hook around `Scheduler.update_running_batch`.
     """

@@ -1,7 +1,8 @@
 """Check of the host contract by parsing SGLang's installed source, without importing it: two seconds, no GPU.
 
-Names are resolved through assignments, re-exports and star imports, as in Python. Members of a class are its fields,
-methods, nested classes, instance attributes and the parameters of `__init__`, and those of its base classes.
+Names are followed through re-exports and star imports. A variable that is assigned a call `Class()` stands for the
+class. Members of a class are its fields, methods, nested classes, instance attributes and the parameters of `__init__`,
+and those of its base classes.
 """
 
 import ast
@@ -22,7 +23,7 @@ class Source(NamedTuple):
 
 
 def problem(name: Name) -> str:
-    """Return a sentence if SGLang's source lacks one name of the contract, or a member of this name; else ""."""
+    """Return a sentence if SGLang's source lacks `name` or one of its members; else ""."""
     if file(name.module) is None:
         return f"there is no module {name.module}"
     first, *rest = name.qualname.split(".")

@@ -15,7 +15,7 @@ from sglang_dflash.draft.record import Checkpoint
 
 
 class Attention(nn.Module):
-    """Attention to `context` (K and V from the features of committed tokens) and to the block itself."""
+    """Attention to `context` (K and V from the features of the tokens before the anchor) and to the block itself."""
 
     def __init__(self, config: Checkpoint, window: int | None) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class MLXDraft(nn.Module):
 
         Args:
             embeddings_NH: the target's embeddings of anchor, mask, mask, ...
-            draft_window: most context tokens that the block attends to; None: all.
+            draft_window: largest number of context tokens that the block attends to; None: no limit.
         """
         hidden_1NH = embeddings_NH[None].astype(self.fc.weight.dtype)
         for layer, kv in zip(self.layers, context, strict=True):

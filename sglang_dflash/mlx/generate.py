@@ -27,8 +27,8 @@ class Options:
     """Options of a generation.
 
     sampler: one of mlx-lm's (`mlx_lm.sample_utils.make_sampler`); greedy by default.
-    width: slots that are drafted and verified per step; None: the checkpoint's block.
-    draft_window: context tokens that the draft attends to; None: all.
+    width: slots of a block, drafted and then verified, the anchor included; None: the checkpoint's block size.
+    draft_window: largest number of context tokens that the draft attends to; None: no limit.
     """
 
     max_new_tokens: int

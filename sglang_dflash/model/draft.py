@@ -22,7 +22,7 @@ from sglang_dflash.model.second import BlockConv, CandidateSelector, convolved
 
 
 class ContextKV(NamedTuple):
-    """Draft keys and values of the committed tokens; token t is at position t."""
+    """Draft keys and values of T context tokens. In the context of a block, token t is at position t."""
 
     keys_LRGTE: torch.Tensor  # normalised, with rotary embedding
     values_LRGTE: torch.Tensor
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         """Attend from the slots, [R, A, N, H], to context and block.
 
         `visible_RANK` (bool, K = T + N: context, then block) marks the keys that each slot attends to. The blocks of a
-        sequence share its context, so one product computes the scores of all their queries, without copies of the keys.
+        sequence share its context, so one product computes all scores with the context, without copies of the keys.
         """
         R, A, N, _ = hidden_RANH.shape
         query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation) * self.head_dim**-0.5
@@ -163,7 +163,7 @@ class Draft(nn.Module):
         Args:
             embeddings_RANH: the target's embeddings of anchor, mask, mask, ...
             prefix_len_RA: int64, the position of each block's anchor. Context from this position on is masked.
-            draft_window: most context tokens that the block attends to; None: all.
+            draft_window: largest number of context tokens that the block attends to; None: no limit.
         """
         N = embeddings_RANH.shape[2]
         positions_RAN = prefix_len_RA[..., None] + torch.arange(N, device=self.device)

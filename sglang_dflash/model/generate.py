@@ -26,9 +26,9 @@ from sglang_dflash.model.target import TargetReader, check_pair
 class Options:
     """Options of a generation.
 
-    block_size: slots drafted per step; None: the checkpoint's.
+    block_size: slots of a block, the anchor included; None: the checkpoint's.
     width: slots verified per step, a prefix of the block; with `copies` also more than the block. None: the block.
-    draft_window: context tokens that the draft attends to, as `--speculative-draft-window-size`; None: all.
+    draft_window: number of context tokens to attend to at most, as `--speculative-draft-window-size`; None: no limit.
     page_size: tokens per KV page. The window begins at a page boundary, so it is up to `page_size` - 1 tokens longer.
     n_unseen: tokens at the start that the draft never attends to, as with a cached prefix and a ring buffer.
     copies: continue the block's guesses by n-gram copies, see `kernels/copy_draft.py`.

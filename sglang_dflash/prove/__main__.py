@@ -1,7 +1,7 @@
 """Command line that checks the documented claims on this machine: `sglang-dflash prove --help`.
 
-A line is printed after each check, and at the end the table and the path of the JSON document. Exit status: 0 if no
-check failed, 1 if a check failed or the run was interrupted, 2 if no check could be run.
+A line is printed after each check. The table and the path of the JSON document are printed at the end. Exit status: 0
+if no check failed, 1 if a check failed or the run was interrupted, 2 if no check could be run.
 """
 
 import argparse

@@ -16,7 +16,9 @@ from torch.nn.functional import linear, rms_norm, silu
 from sglang_dflash.prove.plugin import Finding, Found, check
 
 BATCHES, N_ROUNDS = (1, 8, 32), 20
-MOST_OF_ONE = 2.0  # bound of (time for 8 requests) / (time for 1); about 4 if each request reads the head of 2.5 GB
+# Upper bound of (time for 8 requests) / (time for 1). The ratio would be about 4 if every request read the head of
+# 2.5 GB again.
+MOST_OF_ONE = 2.0
 
 
 class Shapes(NamedTuple):

@@ -13,7 +13,7 @@ import pytest
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity.division import Serving, capacity
 from sglang_dflash.flags import Worker
-from sglang_dflash.memory.sizes import ring_slots
+from sglang_dflash.memory.sizes import kept_window, ring_slots
 from sglang_dflash.prove import served
 from sglang_dflash.prove.machine import Gpu, Place
 from sglang_dflash.prove.plugin import Finding, Found, check
@@ -158,7 +158,7 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
     attention = [replace(one.attention, itemsize=FP32) if in_fp32 else one.attention for one in (target, draft)]
     per_token, draft_per_token = (one.bytes_per_token(ranks) for one in attention)
     draft_tokens = pools["target_tokens"]
-    if window := info.get("speculative_draft_window_size") or draft.window:
+    if window := kept_window(info.get("speculative_draft_window_size"), draft.window):
         draft_tokens = (pools["requests"] + 1) * ring_slots(window, widest, page)
     counted = {
         "target_kv": (pools["target_tokens"] + page) * per_token,

@@ -89,12 +89,12 @@ class Place:
         return self.gpu is None and not self.is_own
 
     def exact(self, attention: str) -> bool:
-        """Return whether servers compute in fp32. The user's own pair keeps its dtype, so it does not count."""
+        """Return whether servers compute in fp32. This is False for the user's own pair, which keeps its dtype."""
         return not self.is_own and (self.gpu is None or attention in FP32_ATTENTION)
 
     @property
     def env_of_checks(self) -> dict[str, str]:
-        """Return the environment of processes that run checks. Triton reads TRITON_INTERPRET at import."""
+        """Return environment variables to set in processes that run checks. Triton reads TRITON_INTERPRET at import."""
         return OFFLINE if self.gpu else OFFLINE | {"TRITON_INTERPRET": "1"}
 
     def flags(self, attention: str, page_size: int | None = None) -> list[str]:
@@ -118,7 +118,7 @@ def place_of(options: argparse.Namespace) -> Place:
     """Return the machine and the pair for a command line, without using the GPU in this process.
 
     Raises:
-        ValueError: there is no GPU, real or emulated, only one model of a pair is given, or a flag is wrong.
+        ValueError: no GPU is found or emulated, one model of a pair is missing, or an environment variable is invalid.
     """
     emulated = flags.read(os.environ).rehearse.gpu
     gpu = None if emulated else find_gpu()

@@ -1,4 +1,4 @@
-"""Pytest hooks of processes that run checks: description (`Check`), time limit and result (`Finding`) of a check."""
+"""Pytest plugin of processes that run checks. It defines `Check` and `Finding`, and sets time limits of checks."""
 
 import faulthandler
 import json
@@ -61,7 +61,7 @@ def facts_of(item: pytest.Item) -> Check:
 
 
 def server_of(nodeid: str) -> str:
-    """Return file and parameters of a check. Checks with the same ones share a server. "" without parameters."""
+    """Return the file and parameters of a check; "" if it has none. Checks for which they are equal share a server."""
     file, _, function = nodeid.partition("::")
     return file + function[function.index("[") :] if "[" in function else ""
 

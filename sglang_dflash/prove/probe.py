@@ -1,10 +1,11 @@
 """Recorder of the worker in the scheduler's process: `SGLANG_DFLASH_PROBE=1`.
 
-At launch the probe runs dummy steps at every width, for every captured batch size and for one less, which mostly needs
-padding. Then it records every served step. `GET /server_info` returns the record under `dflash.probe`:
+At launch the probe runs dummy steps at every width, with n and with n - 1 requests for every captured batch size n. A
+batch of n - 1 requests mostly needs padding. Then the probe records every served step. `GET /server_info` returns the
+record under `dflash.probe`:
 
     captured      batch sizes of the dummy steps
-    steps         numbers of drafts that changed while the target ran, and of non-finite values in logits and features
+    steps         numbers of tokens that changed while the target read them, and of non-finite logits and features
     padding_slot  numbers of non-finite values in the KV slot that padded rows write to
     stages        median milliseconds of each stage, on the host and between two events on the device
     bytes         sizes of the pools
@@ -46,8 +47,8 @@ class Seen:
     steps: int = 0  # number of steps
     served: int = 0  # number of steps with real requests, among `steps`
     padded: int = 0  # number of padded rows in all steps
-    # int64 [3] on the device: number of drafts that changed during the target's replay, of non-finite values in padded
-    # rows, and of non-finite values in requests' rows.
+    # int64 [3] on the device: number of verified tokens that changed while the target ran, of non-finite values in
+    # padded rows, and of non-finite values in requests' rows.
     counts: Any = 0
 
     def describe(self) -> dict[str, int]:
@@ -146,7 +147,7 @@ class Probe:
         )
 
     def begin(self, size: Size, tokens_BN: torch.Tensor) -> None:
-        """Copy the block's tokens before the target runs."""
+        """Copy the tokens to verify before the target runs."""
         self.size, self.raw = size, None
         self.tokens, self.copy = tokens_BN, tokens_BN.clone()
 

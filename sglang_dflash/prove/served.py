@@ -95,7 +95,7 @@ class Watched(NamedTuple):
     answers: dict[int, list[Generation]]  # by concurrency
     dflash: dict[str, Any]  # the worker's part of the server info
     info: dict[str, Any]  # SGLang's server info
-    copies: bool = False  # n-gram copies follow every block
+    copies: bool = False  # n-gram copies are on
 
 
 def watch(place: Place, env: Mapping[str, str], draw: Draw = held_out) -> Watched:
@@ -150,7 +150,7 @@ def histogram(answer: Generation) -> dict[int, int]:
 
 
 def acceptance_length(histograms: Sequence[Mapping[int, int]]) -> float:
-    """Return the mean number of tokens per step, the bonus included."""
+    """Return the mean number of committed tokens per step, the bonus included."""
     total = sum((Counter(one) for one in histograms), Counter())
     return Steps(total.total(), sum(n * count for n, count in total.items())).committed_per_step
 

@@ -1,7 +1,7 @@
 """Endless, seeded chat corpus for the tiny pairs: twelve kinds of question, each answered in a fixed form.
 
-Every text is generated from the word lists below, so no text is stored and no licence applies. A question determines
-its answer. Only in `story` several continuations are right, for tests of sampling.
+Every text is generated from the words and templates below, so no licence applies. A question determines its answer,
+except in `story`. There several continuations are right, for tests of sampling.
 
 This module uses no tokenizer and no model.
 """

@@ -46,7 +46,7 @@ class Source(Protocol):
         """Continue texts at temperature 0.9 until `stop`, and return those that reached it in 120 tokens.
 
         Args:
-            starts: pairs of a text that is not returned and the first words of the returned text.
+            starts: pairs of texts. The target continues both. The second, the first words of a turn, is also returned.
         """
 
 
@@ -59,7 +59,7 @@ def read_prompts(path: Path) -> list[Line]:
     """Return the conversations of a .jsonl file.
 
     Raises:
-        ValueError: a line is no conversation, or its last turn is not of the user or of a tool.
+        ValueError: a line is no conversation, or its last turn is neither the user's nor a tool's.
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):

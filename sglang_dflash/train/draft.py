@@ -147,7 +147,7 @@ class DraftRun:
 
     @torch.no_grad()
     def report(self, data: Data) -> Report:
-        """Return loss and acceptance on held-out text. Each process evaluates its share of the text."""
+        """Evaluate on held-out text, with acceptance only if there are prompts. Each process evaluates its share."""
         self.draft.eval()
         device, mine = self.target.device, slice(self.ranks.rank, None, self.ranks.n)
         sums, agreeing = torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)

@@ -21,7 +21,7 @@ class Continuation(NamedTuple):
 
 
 class ModelSource:
-    """Target in this process, with batches of `at_once` prompts. See `answers.Source`."""
+    """Target in this process, with batches of at most `at_once` prompts. See `answers.Source`."""
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, at_once: int) -> None:
         self.target = target
@@ -70,7 +70,7 @@ class ModelSource:
     def generate(
         self, prompts: Sequence[list[int]], temperatures: Sequence[float], limit: int, stop_ids: set[int], seed: int
     ) -> Iterator[Continuation]:
-        """Yield a continuation of at most `limit` tokens for each prompt, in random order.
+        """Yield a continuation of at most `limit` tokens for each prompt. Batches are in random order.
 
         A batch has prompts of one temperature and of similar length, padded on the left.
         """

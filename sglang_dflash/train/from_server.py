@@ -11,7 +11,7 @@ from sglang_dflash.train.answers import Line, Sampling, Write
 
 
 class ServerSource:
-    """Server of the target, with `at_once` requests in flight. See `answers.Source`."""
+    """Server of the target, with at most `at_once` requests in flight. See `answers.Source`."""
 
     def __init__(self, url: str, at_once: int, client: AsyncOpenAI | None = None) -> None:
         self.url = url
@@ -66,7 +66,7 @@ async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, n
 
 
 def answer_of(message: ChatCompletionMessage) -> dict[str, Any] | None:
-    """Return the answer as a message with its reasoning and tool calls; None if it is empty."""
+    """Return the answer as a message with its reasoning and tool calls; None if it has neither text nor tool calls."""
     text, thoughts = message.content, (message.model_extra or {}).get("reasoning_content")
     if not message.tool_calls and not (text and text.strip()):
         return None

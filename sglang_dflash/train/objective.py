@@ -1,4 +1,4 @@
-"""Training objective of DFlash (arXiv 2602.06036): at random anchors, predict the block that follows.
+"""Training objective of DFlash (arXiv 2602.06036): predict the tokens after random anchors, a block at a time.
 
 A block is the anchor and mask tokens. Its labels are the target's argmax after each token of the text, from one forward
 pass over the text. Labels are valid up to and including the first label that differs from the text: later labels depend
@@ -41,7 +41,7 @@ def default_gamma(block_size: int) -> float:
 
 
 def random_anchors(is_response_RL: torch.Tensor, n_anchors: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw up to `n_anchors` different positions per row, each a response token before another one: int64 [R, A].
+    """Draw up to `n_anchors` different positions per row, int64 [R, A]: response tokens before a response token.
 
     If a row has fewer such tokens, other positions are added. `make_blocks` marks their labels as invalid.
     """

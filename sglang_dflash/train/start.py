@@ -27,7 +27,7 @@ def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
 def start_from(draft: DraftModel, target: PreTrainedModel) -> None:
     """Copy the target's last layers into a draft: each norm and matrix of equal name and shape.
 
-    The final norm is also copied, and `hidden_norm` from the first copied layer's input norm. `fc` selects the last
+    The final norm is also copied. `hidden_norm` gets the input norm of the first copied layer. `fc` selects the last
     feature layer, which is nearest to the input of the copied layers. A norm's weight is computed as its output for an
     input of ones, because some models add 1 to the stored weight.
     """

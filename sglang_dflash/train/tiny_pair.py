@@ -217,7 +217,7 @@ def make_draft(
 ) -> None:
     """Train a draft for `out`/target: `out`/draft, or with `second` the DFlash 2 draft `out`/draft2.
 
-    Both kinds of draft are trained on the same text, and by default for the same number of steps.
+    Both drafts of a target are trained on the same text, and by default for the same number of steps.
     """
     # The draft learns from the saved weights. They are loaded in fp32, so that labels are exactly the target's choices.
     target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)

@@ -15,7 +15,7 @@ class Tokens(NamedTuple):
 
     @property
     def prompt(self) -> list[int]:
-        """Return the tokens before the first response; if the document starts with a response, its first half."""
+        """Return the tokens before the first response. If there are none, return the first half of the document."""
         return self.ids[: self.is_response.index(True) or (len(self.ids) + 1) // 2]
 
 

@@ -122,6 +122,18 @@ def test_all_metrics_are_exported_with_sglangs_labels(whole: Server, questions: 
             assert own == sglangs
 
 
+def test_profile_of_a_few_steps_is_written(whole: Server, questions: Callable, tmp_path: Path) -> None:
+    request = {"output_dir": str(tmp_path), "num_steps": 3, "activities": ["CPU", "GPU"], "with_stack": False}
+    assert httpx.post(f"{whole.url}/start_profile", json=request, timeout=60).status_code == 200
+    whole.generate(questions(1)[0], max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True)
+    written_by = time.monotonic() + 60
+    while not list(tmp_path.rglob("*.trace.json.gz")) and time.monotonic() < written_by:
+        time.sleep(0.2)
+    (trace,) = tmp_path.rglob("*.trace.json.gz")
+    assert trace.stat().st_size > 1000
+    assert whole.generate(questions(1)[0], max_new_tokens=MAX_NEW_TOKENS).token_ids
+
+
 @pytest.mark.full
 def test_widths_and_cut_contexts_are_those_of_the_trace(pool: Any, tmp_path: Path) -> None:
     """Repeat prompts. The prefix cache then has tokens that the draft's ring lacks, so contexts are cut."""

@@ -75,6 +75,14 @@ SERVED = {
         flags=overrides(text_config={"rope_scaling": YARN}),
         ok=False,
     ),
+    "an override that is not JSON": Served(
+        "'{rope: 1}' is not JSON (Expecting property name",
+        flags=("--json-model-override-args", "{rope: 1}"),
+        ok=False,
+    ),
+    "a flag that SGLang refuses after it has resolved all": Served(
+        "served_model_name cannot contain a colon", flags=("--served-model-name", "model:1"), ok=False
+    ),
     "fewer positions": Served("was trained for 64 positions and serves 512", {"max_position_embeddings": 64}),
     "a padded vocabulary": Served("has vocab_size 100 and uses the target's embedding and head", {"vocab_size": 100}),
     "a target in float16": Served("has dtype bfloat16 and is loaded in float16, the target's dtype", target="fp16"),

@@ -25,6 +25,8 @@ def test_active_on_a_machine_without_an_accelerator():
     platform = _load_platform_class(cpu.activate())()
     assert platform.is_out_of_tree()
     assert platform.device_name == "cpu"
+    assert platform.get_torch_profiler_activity_str() not in ("CPU", "GPU"), "SGLang would start two profilers"
+    assert platform.get_torch_profiler_activity() is torch.profiler.ProfilerActivity.CPU
 
 
 @pytest.mark.usefixtures("no_accelerator")

@@ -46,6 +46,17 @@ def test_sliding_layers_look_back_and_full_layers_see_their_block(checkpoints, t
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}},
             {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0},
         ),
+        (
+            {"rope_theta": 5.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            {"rope_type": "yarn", "rope_theta": 5.0, "factor": 2.0},
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5.0, "rope_dim": 16},
+                "rope_scaling": {"type": "default", "mrope_section": [3, 3, 2]},
+            },
+            {"rope_type": "default", "rope_theta": 5.0},
+        ),
     ],
 )
 def test_rope_fields_of_old_and_new_transformers(given, rope, checkpoints, tmp_path):
@@ -64,6 +75,30 @@ def test_tensors_may_have_the_model_prefix_and_rotary_tables(checkpoints, folder
     shapes = {f"model.{name}": shape for name, shape in checkpoints.draft_shapes().items()}
     checkpoints.write_tensors(folder, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": [8]})
     assert checkpoint.read(str(folder)).num_hidden_layers == 2
+
+
+def test_another_prefix_is_refused_by_name(checkpoints, folder):
+    checkpoints.write_tensors(
+        folder, {f"draft_model.{name}": shape for name, shape in checkpoints.draft_shapes().items()}
+    )
+    refused(
+        folder, r"fc\.weight is stored as draft_model\.fc\.weight; save the draft without the prefix 'draft_model\.'"
+    )
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "older.safetensors"])
+def test_a_tensor_that_is_stored_twice_is_refused(checkpoints, folder, file):
+    """If files have two values of a tensor, the server and another reader may load different ones."""
+    shapes = checkpoints.draft_shapes()
+    checkpoints.write_tensors(
+        folder, {"model.norm.weight": [64]} | (shapes if file == "model.safetensors" else {}), file
+    )
+    refused(folder, rf"{file} has (model\.)?norm\.weight, and .*/model\.safetensors has norm\.weight too; remove one")
+
+
+def test_dtypes_of_torch_and_of_older_transformers(checkpoints, tmp_path):
+    folder = checkpoints.write_draft(tmp_path, dtype=None, torch_dtype="torch.float16")
+    assert checkpoint.read(str(folder)).dtype == "float16"
 
 
 def test_a_bias_has_the_width_of_its_projection(folder):
@@ -104,6 +139,20 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"use_gemma_norm": True}, NotSupported, "use_gemma_norm=True is not DFlash"),
         ({"rope_is_neox_style": False}, NotSupported, "rope_is_neox_style=False is not DFlash"),
         ({"rope_parameters": {"rope_type": "longrope"}}, NotSupported, "rope_type='longrope' is not one of default,"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, NotSupported,
+            r"has a rope for each kind of layer \(full_attention\), .* write its fields directly",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ValueError,
+            "rope_scaling {'rope_type': 'yarn', 'factor': 2.0} contradicts rope_parameters .*; remove the one",
+        ),
+        ({"rope_parameters": [1]}, ValueError, r"rope_parameters is \[1\], not an object"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, ValueError, "rope_parameters: rope_theta '1e6' is not a number"),
+        ({"rope_parameters": {"type": "yarn"}}, ValueError, "rope_parameters: config.json has no factor; add it"),
+        ({"rms_norm_eps": "1e-6"}, ValueError, "rms_norm_eps '1e-6' is not a number above 0"),
+        ({"dtype": "bf16"}, ValueError, "dtype is 'bf16', not one of bfloat16, "),
+        ({"architectures": "DFlashDraftModel"}, ValueError, "architectures is 'DFlashDraftModel', not a list"),
         ({"hidden_act": "swigluoai"}, NotSupported, "hidden_act='swigluoai' is not DFlash"),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, NotSupported,
@@ -158,8 +207,15 @@ def test_broken_draft_folders_are_refused(folder):
     refused(folder, r"holds pytorch_model\.bin, and only safetensors are loaded")
     (folder / "pytorch_model.bin").unlink()
     refused(folder, r"no \*\.safetensors; fetch the draft's weights")
-    (folder / "config.json").write_text('{"architectures": ')
-    refused(folder, r"config\.json is not JSON")
+    index = folder / "model.safetensors.index.json"
+    for content in ("{}", '{"weight_map": {"fc.weight": 1}}'):
+        index.write_text(content)
+        refused(folder, r"index\.json has no weight_map from tensors to files; fetch the draft again")
+    index.write_text('{"weight_map": ')
+    refused(folder, r"index\.json is not JSON .* fetch the draft again")
+    for content in (b'{"architectures": ', b"\xef\xbb\xbf{}", "{}".encode("utf-16")):
+        (folder / "config.json").write_bytes(content)
+        refused(folder, r"config\.json is not JSON .* fetch the draft again")
     (folder / "config.json").write_text("[]")
     refused(folder, "holds a list, not an object")
     refused(folder / "config.json", r"is a file; give the draft's directory")

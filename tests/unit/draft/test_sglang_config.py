@@ -38,6 +38,13 @@ def test_overrides_of_the_target_do_not_change_the_draft(overrides, draft):
     assert read(draft, **overrides).to_dict() == read(draft).to_dict()
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_that_a_draft_names_is_not_imported(trusted, checkpoints, tmp_path):
+    """Drafts name the classes of their trainer. With `--trust-remote-code` SGLang would import them, or fail."""
+    folder = checkpoints.write_draft(tmp_path, auto_map={"AutoConfig": "configuration_dflash.DFlashConfig"})
+    assert read_draft(get_config, str(folder), trust_remote_code=trusted).architectures == ["DFlashDraftModel"]
+
+
 def test_fields_equal_those_of_sglangs_reader(draft):
     ours, stock = read(draft).to_dict(), get_config(str(draft), trust_remote_code=False).to_dict()
     given = json.loads((draft / "config.json").read_text())

@@ -16,14 +16,14 @@ from sglang_dflash.draft.weight_update import BUILT, own_checkpoint_only
 from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side
 from sglang_dflash.tiny.pairs import HYBRID
 
-SERVED, VOCAB_SIZE = checkpoint.read(str(HYBRID.draft)), 1024
+SERVED, VOCAB_SIZE, BLOCK_SIZE = checkpoint.read(str(HYBRID.draft)), 1024, 12  # trained for blocks of 16
 DRAFT = SimpleNamespace(get_model=lambda: object.__new__(DFlashDraftModel))
 TARGET = SimpleNamespace(get_model=object)
 
 
 @pytest.fixture
 def load() -> Callable[[Any, object], tuple[bool, str]]:
-    update = own_checkpoint_only(SERVED, VOCAB_SIZE)
+    update = own_checkpoint_only(SERVED, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE)
 
     def stock(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
         return True, f"loaded {model_path} as {load_format}"
@@ -50,7 +50,7 @@ def test_no_graph_is_captured_again(model: SimpleNamespace) -> None:
         loaded.append(model_path)
         return True, ""
 
-    update = own_checkpoint_only(SERVED, VOCAB_SIZE)
+    update = own_checkpoint_only(SERVED, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE)
     assert update(stock, model, str(HYBRID.target), "auto", recapture_cuda_graph=True) == (
         False,
         "recapture_cuda_graph is not supported with DFLASH; leave it out: weights are loaded in place",
@@ -63,13 +63,29 @@ def test_weights_without_a_config_belong_to_the_target(load: Callable, tmp_path:
     assert load(DRAFT, tmp_path)[1].endswith("is not a DFlash draft.")
 
 
-def test_a_different_draft_is_refused_by_its_field(load: Callable, tmp_path: Path) -> None:
+DIFFERENT = {
+    "mask_token_id": (4, "mask_token_id is 4, and the draft being served has 3; restart with it"),
+    "num_target_layers": (36, "num_target_layers is 36, and the draft being served has 4; restart with it"),
+    "block_size": (8, "block_size is 8, and this server drafts blocks of 12; restart with it"),
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+def test_a_different_draft_is_refused_by_its_field(field: str, load: Callable, tmp_path: Path) -> None:
     config = json.loads((HYBRID.draft / "config.json").read_text())
-    config["dflash_config"]["mask_token_id"] = 4
+    value, message = DIFFERENT[field]
+    config["dflash_config"][field] = value  # nested fields take precedence
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(HYBRID.draft / "model.safetensors")
-    message = f"{tmp_path}: mask_token_id is 4, and the draft being served has 3; restart with it"
-    assert load(DRAFT, tmp_path) == (False, message)
+    assert load(DRAFT, tmp_path) == (False, f"{tmp_path}: {message}")
+
+
+def test_a_draft_for_shorter_blocks_that_suffice_is_loaded(load: Callable, tmp_path: Path) -> None:
+    config = json.loads((HYBRID.draft / "config.json").read_text()) | {"block_size": 12, "num_target_layers": None}
+    config["dflash_config"].pop("block_size", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(HYBRID.draft / "model.safetensors")
+    assert load(DRAFT, tmp_path) == (True, f"loaded {tmp_path} as auto")
 
 
 def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
@@ -79,9 +95,9 @@ def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
 
 
 def test_all_fields_that_models_are_built_from_are_compared() -> None:
-    """The served model depends on the fields `BUILT` of a draft. The other seven do not matter, with one exception.
+    """`require_like` compares the fields `BUILT`, from which a draft's model is built.
 
-    If the draft has a selector, `vocab_size` matters. Then `require_like` compares it in addition to `BUILT`.
+    For three of the other seven fields it has separate rules: `block_size`, `num_target_layers` and `vocab_size`.
     """
     left_out = {
         "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",
