@@ -89,7 +89,8 @@ def test_imports_have_no_cycle() -> None:
 def misplaced(paths: Iterable[str], rooms: set[str]) -> list[str]:
     """Return misplaced files of `tests`.
 
-    In tests/unit only tests are allowed, at the top or in a room's folder; at the top of tests/server, only tests.
+    In tests/unit only tests are allowed, at its top or in a folder with a room's name. At the top of tests/server only
+    tests are allowed too.
     """
 
     def is_misplaced(folder: str, *rest: str) -> bool:

@@ -124,7 +124,7 @@ def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
     return (got - exact).abs().max().item()
 
 
-ONE_ULP = 2.0**-21  # spacing of fp32 numbers between 4 and 8, as large as the largest values here
+ONE_ULP = 2.0**-21  # spacing of fp32 numbers between 4 and 8; the largest values here are in this range
 SIZES = [  # B, N, L, G, E, R
     (0, 4, 2, 2, 8, 8), (1, 1, 1, 1, 2, 2), (3, 5, 2, 3, 8, 8), (2, 4, 1, 2, 24, 24), (1, 3, 3, 1, 12, 4),
     (2, 2, 2, 5, 64, 16), (1, 2, 1, 8, 128, 128),

@@ -116,7 +116,10 @@ def test_dtypes_may_differ(device):
 
 
 def convolve(**changes) -> None:
-    """Call `block_conv` on two blocks of four, two groups of three channels and two taps, but for `changes`."""
+    """Call `block_conv` on two blocks of four, two groups of three channels, and two taps.
+
+    `changes` replace arguments.
+    """
     x_TH, change_TSJ, base_SH = inputs(2, 4, 2, 2, 3)
     block_conv(**({"x_TH": x_TH, "change_TSJ": change_TSJ, "base_SH": base_SH, "block_size": 4} | changes))
 

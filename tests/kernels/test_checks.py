@@ -67,7 +67,7 @@ def test_plan_block_refuses_another_table_dtype():
 
 
 def append(**changes) -> None:
-    """Call `append_context` on two requests of two rows and one layer of two heads of 8, but for `changes`."""
+    """Call `append_context` on two requests of two rows, one layer, and two heads of 8; `changes` replace arguments."""
     cache_L = [torch.zeros(5, 2, 8)]
     args = {
         "k_TLGE": torch.zeros(4, 1, 2, 8), "v_TLGE": torch.zeros(4, 1, 2, 8),

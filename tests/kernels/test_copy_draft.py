@@ -86,7 +86,7 @@ def test_hand_worked_copies(form, text, block, gain, want) -> None:
 @FORMS
 @pytest.mark.parametrize("n", [4 * TILE, 4 * TILE + 1])
 def test_a_text_is_searched_to_its_last_token(form, n) -> None:
-    """The match, a run of 7s, ends at the last token of a tile or at the first token of the next."""
+    """The match, a run of 7s, ends the text. Its last token is the last of a tile, or the first of the next tile."""
     got, _ = run_one(form, [*range(100, 97 + n), 7, 7, 7], [7, 0, 0], ALWAYS, room=n + 7)
     assert got.tokens_BN.tolist() == [[7, 7, 7]]
     assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (n, 3)
@@ -95,7 +95,10 @@ def test_a_text_is_searched_to_its_last_token(form, n) -> None:
 @FORMS
 @pytest.mark.parametrize("length", [3, 4, 7, 8, 15, 16])
 def test_each_length_is_trusted_by_its_own_class(form, length) -> None:
-    """A class of lengths is trusted if its mean gain, with one prior place included, is above half a token."""
+    """A request trusts matches of a class if copies gain more than half a token per place, on average.
+
+    The mean includes one more place, with gain `prior`. `kernels/copy_draft.py` defines the terms.
+    """
     run = list(range(100, 100 + length))
     text, block = [1, *run, 2, 3, *run[:-1]], [run[-1], 0]
     prior = 1 if length == LONGEST else -1

@@ -53,7 +53,10 @@ def sequential(x: dict[str, torch.Tensor]) -> list[list[int]]:
 
 
 def test_hand_worked_path():
-    """After anchor 0, pair scores use only dimension 0. After token 2, only dimension 1, which query 2 negates."""
+    """The predecessor row of anchor 0 keeps only rank dimension 0 of the scores.
+
+    The row of token 2 keeps only dimension 1, where the query of slot 2 is negative.
+    """
     predecessor_VR = torch.tensor([[1.0, 0.0], [9.0, 9.0], [0.0, 1.0], [9.0, 9.0]])
     successor_VR = torch.tensor([[0.0, 0.0], [0.0, 4.0], [3.0, 0.0], [0.0, -5.0]])
     args: dict[str, Any] = {
@@ -111,9 +114,10 @@ def test_every_choice_is_the_best_but_for_rounding(sizes, dtype, form, device):
 
 @FORMS
 def test_the_first_of_equal_candidates_wins(form, device):
-    """Tied candidates, slot by slot: all; the last two; all, at -inf; all after the first five, which are at -inf.
+    """Candidates with equal scores must stay equal after the kernel's sums.
 
-    Sums of equal candidates must be rounded alike.
+    In slot 1 all candidates tie. In slot 2 the last two tie for the best score. In slot 3 all are at -inf. In slot 4
+    the first five are at -inf, and the others tie.
     """
     x = inputs(1, 4, 16, 100, 50, device=device)
     x["successor_VR"][:] = x["successor_VR"][0].clone()
@@ -163,7 +167,10 @@ def test_nan_scores_choose_a_token_of_the_table(form, device):
 
 
 def call(**changes) -> None:
-    """Call `select_path` on two requests, three slots, four candidates, rank 5 and seven tokens, but for `changes`."""
+    """Call `select_path` on two requests, three slots, four candidates, rank 5 and seven tokens.
+
+    `changes` replace arguments.
+    """
     select_path(**(inputs(2, 3, 4, 5, 7) | changes))
 
 

@@ -37,7 +37,8 @@ SHORT = length_class(3)
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]  # after 1 2 3 the copy is 4 5 6 7
 HAND_WORKED = {  # text, block, committed tokens, counts before and after
-    # Own guesses: 1 right. Copy 4 5 6: 3 right. So the gain is 2, at places 0 and 1.
+    # A copy can begin at place d, directly after slot d. One of the block's guesses is right (4). From place 0 the copy
+    # is 4 5 6 7: three tokens right, gain 2. From place 1 it is 5 6 7, which also leads to three right tokens, gain 2.
     "later-places-were-not-reached": (
         TEXT, [3, 4, 0, 0, 0], [4, 5, 6, 9], (0, 0), {SHORT: [2, 1], length_class(4): [2, 1]}
     ),
@@ -67,7 +68,10 @@ def test_hand_worked_counts(form, text, block, committed, before, want) -> None:
 
 @FORMS
 def test_block_without_a_match_reads_no_other_request(form) -> None:
-    """Request 0 has no match. In memory its last place is followed by the first place of request 1, which has one."""
+    """A place is a point in the block where a copy can begin. Request 0 has no place with a match.
+
+    In memory its last place is followed by the first place of request 1, which has a match.
+    """
     text_QM = torch.tensor([TEXT + [77] * 9] * 2, dtype=torch.int32)
     counts_QK2 = torch.zeros(2, N_CLASSES, 2, dtype=torch.int32)
     texts = Texts(torch.tensor([len(TEXT)] * 2), torch.arange(2), text_QM, counts_QK2)

@@ -1,6 +1,7 @@
 """Files of `env/`: a profile sets only variables that this plugin, SGLang or torch reads, and flags that SGLang parses.
 
-Constraints are pins. The Dockerfile copies what it installs. Neither file names a package index.
+Constraints are pins (`name==version`). The Dockerfile copies what it installs. Neither the constraints nor the
+Dockerfile names a package index.
 """
 
 import json

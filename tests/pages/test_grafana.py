@@ -1,4 +1,4 @@
-"""The Grafana dashboard shows only exported metrics, and all of this plugin's. docs/metrics.md has their table."""
+"""The Grafana dashboard shows only exported metrics, and every metric of this plugin. docs/metrics.md has the table."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Attention data parallelism: two ranks that serve their own requests answer like one, in as many steps.
+"""Attention data parallelism: two ranks that serve their own requests answer like one rank, in as many steps.
 
 With one request one rank is idle. A rank may also have a prompt to prefill while the other has requests to decode.
 """

@@ -174,7 +174,10 @@ def test_nothing_is_held_afterwards(serving: Serving) -> None:
 @pytest.mark.parametrize("serving", [KINDS[kind] for kind in KILLED], ids=KILLED, indirect=True)
 @pytest.mark.parametrize("end", ["decode", "prefill"])
 def test_killed_server_fails_its_requests_and_rejoins(serving: Serving, end: str) -> None:
-    """Kill a server while six requests are in flight on both, and one waits on the other server alone."""
+    """Kill a server while six requests are in flight on both servers.
+
+    A seventh request, which only the other server got, waits there.
+    """
     two, expected = serving.two, serving.expected
     dies, stays = (two.prefill, two.decode) if end == "prefill" else (two.decode, two.prefill)
     with ThreadPoolExecutor(1 + N_PROMPTS) as pool:

@@ -58,7 +58,7 @@ def test_the_sampling_distribution_holds(ours: Server, drawn_off: Callable, case
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.row != "temperature > 0"], ids=str)
 def test_the_parameter_changes_the_distribution(drawn_off: Callable, case: Case) -> None:
-    """The distribution must differ without the parameter. Else a server that ignores the parameter would pass."""
+    """Without the parameter the distribution must be another one. Else a server that ignores it would pass."""
     assert distribution.violations(drawn_off(parameters.bare(case)), drawn_off(case))
 
 
@@ -87,7 +87,7 @@ def test_wrong_acceptance_is_found(server: Callable, drawn_off: Callable, rule: 
     wrong = server(flags=FLAGS, env=parameters.path_with(FAULT) | {"WRONG_ACCEPTANCE": rule})
     assert f"acceptance spoilt: {rule}" in wrong.log_text()
     assert compare(wrong, drawn_off, PLAIN), f"{rule} is not found: the tests above would miss it too"
-    # Greedy answers stay equal with the fault.
+    # With the fault, greedy answers still equal those without speculation.
     off = server("off")
     prompt = parameters.begun(PLAIN)
     greedy = [s.generate(prompt, max_new_tokens=parameters.MAX_NEW_TOKENS).token_ids for s in (off, wrong)]

@@ -71,7 +71,7 @@ def clean(serving: Serving) -> Iterator[None]:
 
 
 def test_one_at_a_time(serving: Serving) -> None:
-    """If the variant `knows_steps`, each step must also accept as many drafts as plain torch does."""
+    """If the variant `knows_steps`, the numbers of steps by accepted drafts must equal those of plain torch."""
     answers = serving.server.generate_many(serving.prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
     assert tokens_of(answers) == serving.expected
     if serving.variant.knows_steps:

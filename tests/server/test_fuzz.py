@@ -12,7 +12,7 @@ from tests.server.lib.variants import RETRACT, VARIANTS
 from tests.server.test_lifecycle import TIGHT
 from tests.tools.parameters import REQUEST_FLAGS
 
-N_SHORT, N_LONG = 100, 2500  # requests per server; `test_long` has four servers
+N_SHORT, N_LONG = 100, 2500  # requests per server; `test_long` tests four servers with this plugin
 PHASES = (Phase.generate, Phase.shrink)
 SETTINGS = settings(
     deadline=None, database=None, derandomize=False, phases=PHASES, suppress_health_check=list(HealthCheck)

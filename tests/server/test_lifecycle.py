@@ -22,7 +22,8 @@ from tests.server.lib.variants import TRACK
 
 MAX_NEW_TOKENS = 80
 PATIENCE_S = 120.0  # longest wait for progress of a server
-# SGLang reserves KV slots for all `max_new_tokens` of a request that ignores the end token: eight of these fit at once.
+# SGLang reserves KV slots for all `max_new_tokens` of a request that ignores the end token. Eight such requests fit at
+# once.
 ENDLESS = {"max_new_tokens": 600, "ignore_eos": True}
 CONTEXT = 256
 END = 2
@@ -44,7 +45,7 @@ def expected(prompts: list[list[int]], reference: Callable) -> list[list[int]]:
 
 @pytest.fixture
 def steady(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> Iterator[None]:
-    """Four clients ask the first questions repeatedly while a test runs; no answer may differ."""
+    """Four clients ask the first questions repeatedly while a test runs. Every answer must be the expected one."""
     over = threading.Event()
 
     def ask(i: int) -> int:
@@ -213,7 +214,7 @@ def test_context_limit_changes_no_tokens_of_others(
 
 @pytest.mark.full
 def test_context_limit_ends_an_answer(tight: Server, long_prompts: list[list[int]]) -> None:
-    """SGLang ends an answer when prompt and answer have two tokens less than the context length."""
+    """SGLang ends an answer when prompt and answer together have two tokens less than the context length."""
     for n_prompt in (CONTEXT - 7, CONTEXT - 8, CONTEXT - 20, CONTEXT - 40):
         answer = tight.generate(long_prompts[0][-n_prompt:], max_new_tokens=CONTEXT - n_prompt, ignore_eos=True)
         assert answer.meta["finish_reason"]["type"] == "length"
@@ -282,7 +283,7 @@ def paused(server: Server, mode: str) -> Iterator[None]:
 def in_time(attempt: Callable[[], bool]) -> None:
     """Call `attempt` until it returns True, at most five times.
 
-    It returns False if its action came after all requests had ended, as on a busy machine.
+    It returns False if its action came after all requests had ended. This may happen on a busy machine.
     """
     assert any(attempt() for _ in range(5)), "too late five times"
 

@@ -1,4 +1,7 @@
-"""Memory of the draft's context K/V: one ring per request with a draft window, else one slot per target slot."""
+"""Memory of the draft's context K/V.
+
+With a draft window, each request has one ring. Without, the draft has one slot for each slot of the target.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +13,8 @@ from sglang_dflash.check import served
 from sglang_dflash.memory.sizes import ring_slots
 from sglang_dflash.tiny import pairs as tiny
 
-N_REQUESTS, BLOCK, WINDOW = 8, 16, 64  # most requests of a tiny pair's server, tokens of a block, window in tokens
+# Largest number of requests that a tiny pair's server runs, tokens of a block, window in tokens.
+N_REQUESTS, BLOCK, WINDOW = 8, 16, 64
 FP32 = 4
 
 

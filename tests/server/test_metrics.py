@@ -20,7 +20,8 @@ from tests.server.lib.variants import window
 
 BLOCK = 16
 MAX_NEW_TOKENS = 48
-# Tokens. SGLang prefills the end of a cached prompt again. The window is longer than that, so the ring lacks a part.
+# Tokens. SGLang prefills the end of a cached prompt again. The window is longer than this end, so the ring lacks a part
+# of the window.
 RING_WINDOW = 128
 
 

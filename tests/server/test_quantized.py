@@ -54,7 +54,8 @@ def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
         ("hybrid", "int8", {}),
         ("dense", "int8-head", {}),
         ("dense", "awq", {}),
-        # Each rank has its own int8 scale for its part of a token's activations, so answers differ from one rank's.
+        # Each rank has its own int8 scale for its part of a token's activations. So answers differ from those of a
+        # server with one rank.
         ("hybrid", "int8", TWO_RANKS),
     ],
 )

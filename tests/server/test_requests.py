@@ -101,7 +101,7 @@ def test_streaming_session_continues_as_without_speculation(server: Callable, qu
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
 def test_a_prompt_of_embeddings(server: Callable, questions: Callable, reference: Callable, target: str) -> None:
-    """The draft needs the target's features alone, so prompts given as embeddings are served too."""
+    """The draft needs only the target's features, not token ids. So prompts given as embeddings are served too."""
     served = server(target=target, flags=("--disable-radix-cache",))
     model = AutoModelForCausalLM.from_pretrained(PAIRS[target].target, dtype=torch.float32)
     for prompt in questions(4, target=target, seed=14):

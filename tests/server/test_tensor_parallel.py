@@ -67,8 +67,8 @@ def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> N
 # -- exchange per step ---------------------------------------------------------------------------------------------
 
 VOCABULARY = 1024  # size in the tiny pair
-# Most elements gathered per verified row. Two ranks give a value and a token id: once for the verify, and up to twice
-# for the draft, because its captured graph may be padded to almost twice the rows.
+# Largest number of elements gathered per verified row. Each of two ranks gives a value and a token id: once for the
+# verify, and up to twice for the draft, because its captured graph may be padded to almost twice the rows.
 PER_ROW = 2 * 2 * (1 + 2)
 NEEDS_LOGITS = (
     greedy("frequency_penalty", "penalised", 0, frequency_penalty=1.2),

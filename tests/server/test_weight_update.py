@@ -68,7 +68,7 @@ def changed_copy(checkpoint: Path, folder: Path) -> Path:
 def test_checkpoint_from_disk_updates_the_model_it_belongs_to(
     whole: Server, off: Server, questions: Callable, tmp_path: Path
 ) -> None:
-    """A new target changes answers as it does without speculation. A new draft changes steps alone."""
+    """A new target changes answers as it does without speculation. A new draft changes only steps."""
     prompts, (new_target, new_draft) = questions(2, seed=12), (changed_copy(p, tmp_path / p.name) for p in HYBRID)
 
     def load(server: Server, path: Path) -> int:

@@ -12,9 +12,15 @@ Fails if a kernel:
   serving;
 - is not compiled again though `specialisations` lists something new.
 
-Columns: warps of a program; registers and bytes of stack per thread; bytes of shared memory; resident programs per
-multiprocessor; number of instructions; number of tensor-core instructions; length of each innermost loop, in
-instructions. The last line of stdout is one JSON document.
+Columns:
+- `warps` of a program
+- `registers` and bytes of `stack` of a thread
+- bytes of `shared` memory of a program
+- `resident` programs per multiprocessor
+- number of `instructions`, and of these the `tensor`-core instructions
+- `loops`: number of instructions of each innermost loop
+
+The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -129,7 +135,7 @@ class Driver:
         self.get_current_stream = lambda device: 0
         self.get_active_torch_device = lambda: torch.device("cpu")
         self.get_device_properties = lambda device: {"max_shared_mem": DEVICES[arch].program_shared_bytes}
-        # Triton expects: module, function, registers, spills, most threads.
+        # Triton expects: module, function, registers, spills, largest number of threads.
         self.load_binary = lambda name, kernel, shared, device: (1, 1, 0, 0, 1024)
         self.unload_module = lambda module: None
 
@@ -142,7 +148,7 @@ def compilations(arch: int, launches: Iterator[KernelLaunch]) -> Iterator[Compil
     device = Driver(arch)
     driver.set_active(device)
     for kernel in KERNELS.values():
-        kernel.device_caches.clear()  # the caches hold code of the last architecture
+        kernel.device_caches.clear()  # the caches hold code of the previous architecture
     seen = set()
     for launch in launches:
         known = KERNELS[launch.kernel].device_caches[0][0]
@@ -213,7 +219,7 @@ def penalise_launches(P: int, N: int, E: int) -> Iterator[KernelLaunch]:
 
 
 def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: int) -> Iterator[KernelLaunch]:
-    """Yield launches for T rows, of B requests or (None) of prompts; K and V are laid out as by the draft model."""
+    """Yield launches for T rows of B requests, or of prompts if `B` is None. K and V have the draft model's layout."""
     L, G, E = draft.n_layers, draft.n_kv_heads, draft.head_dim
     k, v = empty(L, T, 2, G, E).transpose(0, 1).unbind(2)
     where = empty(3, T, dtype=I64)

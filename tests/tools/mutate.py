@@ -3,8 +3,8 @@
     python -m tests.tools.mutate            # all rows, two at a time
     python -m tests.tools.mutate gdn_verify # rows whose file name or description has this word
 
-A row is one edit of one file, where `old` occurs once, and one or more tests. With the edit, at least one must fail.
-The tests start no server. `make test` runs them without the edit, and they must pass.
+A row names one edit of one file, and one or more tests. `old` must occur once in the file. With the edit, at least one
+of the tests must fail. The tests start no server. `make test` runs them without the edit, and they must pass.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Mutation(NamedTuple):
     Attributes:
         file: path from the root of the tree.
         old: text that occurs once in the file; `new` replaces it.
-        test: pytest node that fails with the edit, or several nodes, separated by spaces, of which one fails.
+        test: pytest nodes, separated by spaces. At least one fails with the edit.
         what: sentence that states the mistake.
     """
 

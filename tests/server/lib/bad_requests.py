@@ -130,8 +130,8 @@ TOO_MANY = {
     "chat-n-past-memory": chat(n=2**40),
     "completion-n-past-memory": completion(n=2**16 + 1),
 }
-# SGLang on a CPU survives these. It answers an empty prompt in a batch with another, and samples token 0 from NaN. It
-# reads stop ids only if a request of the batch has min_new_tokens. Its OpenAI API refuses an empty string.
+# SGLang on a CPU survives these. It answers an empty prompt if the request has another prompt too. From NaN it samples
+# token 0. It reads stop ids only if a request of the batch has min_new_tokens. Its OpenAI API refuses an empty string.
 OUTLIVED = {
     "text-empty-beside-another", "input_ids-empty-beside-others", "completion-prompt-empty", "logit_bias-past-fp32",
     "temperature-past-fp32", "repetition_penalty-of-no-size", "stop_token_ids-past-vocabulary",

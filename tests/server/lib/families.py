@@ -66,7 +66,7 @@ LATENT = {
     "head_dim": 8, "num_key_value_heads": HEADS, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "num_mtp_layers": 0,
-    "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",  # for SGLang alone
+    "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",  # read by SGLang only
 }  # fmt: skip
 GEMMA4 = {
     "sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "global_head_dim": 32,
@@ -149,7 +149,7 @@ REHEARSED = {
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",
         {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "rotary_dim": 8}
-        | {"use_qk_norm": True, "qk_norm_type": "per_layer"}  # this line and the next: for SGLang alone
+        | {"use_qk_norm": True, "qk_norm_type": "per_layer"}  # this line and the next: read by SGLang only
         | {"scoring_func": "sigmoid", "use_routing_bias": True},
     ),
     "qwen3-next": rehearsed(

@@ -1,8 +1,8 @@
 """Random requests, valid and invalid, for two servers that must answer alike. Hypothesis draws and shrinks them.
 
-A request is drawn field by field. In one of four draws of sampling parameters, or of other fields, one value is
-replaced by an invalid one (`ODD`). Some prompts and fields are invalid too (`odd_prompts`, `ODD_FIELDS`). One to
-eight requests are sent at once, so that they share batches.
+A request is drawn field by field. In one of four draws of sampling parameters, or of other fields, a value of `ODD`,
+mostly invalid, replaces one value. Some prompts and fields are invalid too (`odd_prompts`, `ODD_FIELDS`). One to eight
+requests are sent at once, so that they share batches.
 """
 
 import json
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
     @property
     def asked(self) -> Any:
-        """Sampling parameters: a dictionary, unless an invalid value replaced it."""
+        """Sampling parameters: a dictionary, unless a value of `ODD` replaced it."""
         return self.body.get("sampling_params", self.body)
 
     @property

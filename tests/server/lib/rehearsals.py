@@ -149,7 +149,7 @@ REHEARSALS = {
         (*FA3, *SMALL_GRAPHS, *TRACK), (*STREAMS, ("SGLANG_DFLASH_WIDTHS", "1,16")), full=False,
         knows_steps=False, n_prompts=4, max_new_tokens=32,
     ),
-    # The next two check stream order when the verify width changes, and for the table of the draft's rings.
+    # The next two check stream order: one when the verify width changes, the other for the table of the draft's rings.
     "fa3-graphs-streams-widths": Rehearsal(
         (*FA3, *GRAPHS, *TRACK), STREAMS + RANDOM_WIDTHS, knows_steps=False, n_prompts=8
     ),

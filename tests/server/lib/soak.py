@@ -1,8 +1,9 @@
 """Soak test: twelve clients send random requests of all kinds at once, and compare the answers with known ones.
 
-Before the soak, a server without speculation answers the prompts of a book. During the soak, clients send prompts of
-the book, disconnect early, abort, send invalid requests or use sessions. Some flush the cache, pause the server or load
-weights. A finished greedy answer must equal the book's, and an unfinished one must be its beginning.
+The book is a list of prompts with their answers from a server without speculation, written before the soak. During the
+soak, clients send prompts of the book, disconnect early, abort, send invalid requests or use sessions. Some flush the
+cache, pause the server or load weights. A finished greedy answer must equal the answer in the book. An unfinished one
+must be the beginning of it.
 """
 
 import time
@@ -20,7 +21,7 @@ from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.bad_requests import SAMPLING
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
 
-N_TOKENS = 72  # most tokens of an answer in the book
+N_TOKENS = 72  # largest number of tokens of an answer in the book
 MIB = 2**20
 # Tokens. A prompt and its answer, in a session too, must fit a context of 256.
 LONGEST_PROMPT = 150

@@ -72,8 +72,8 @@ def bench_of(n_prompts: int, concurrency: Sequence[int], *, together: bool = Tru
 def test_each_turn_begins_with_unmeasured_prompts() -> None:
     """A turn flushes the prefix cache, asks unmeasured prompts, flushes again and asks its measured prompts.
 
-    Two prompts are unmeasured. In the first turn at a concurrency above 2, as many prompts as the concurrency are. At
-    concurrency 1 the six prompts are two turns of 4 and 2 prompts. At concurrency 3 they are one turn.
+    Two prompts are unmeasured, except in the first turn at concurrency 3, which has three. At concurrency 1 the six
+    measured prompts are two turns, of 4 and 2 prompts. At concurrency 3 they are one turn.
     """
     engine, bench = bench_of(6, [1, 3])
     bench.repeat(0)

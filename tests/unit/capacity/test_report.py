@@ -49,7 +49,10 @@ def test_parameters_equal_those_of_the_checkpoint(pair, tmp_path):
 
 
 def test_only_linear_layers_are_split_and_quantized():
-    """Weights of the tiny DFlash 2 draft's linear layers, counted by hand: two bytes each in bf16, one in fp8."""
+    """Count the weights of attention and MLP in the tiny DFlash 2 draft: two bytes each in bf16, one in fp8.
+
+    Ranks do not split its other matrices, and fp8 does not apply to them.
+    """
     draft = read_draft(str(ASSETS / "tiny" / "draft2"))
     config = json.loads((ASSETS / "tiny" / "draft2" / "config.json").read_text())
     hidden, head_dim = config["hidden_size"], config["head_dim"]

@@ -55,7 +55,7 @@ def test_each_token_has_its_source_and_place(step, verified, shown, letters):
 
 
 def test_no_space_is_lost_between_tokens():
-    """A piece includes the spaces around its token, even if the tokenizer's offsets exclude them."""
+    """The text shown for a token includes the spaces around it, even if the tokenizer's offsets exclude them."""
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.pre_tokenizer = WhitespaceSplit()
     found = pieces(words, Step(" a  b\n", 2), [Verified(8, 1, 0)])

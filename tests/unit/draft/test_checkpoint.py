@@ -88,7 +88,7 @@ def test_another_prefix_is_refused_by_name(checkpoints, folder):
 
 @pytest.mark.parametrize("file", ["model.safetensors", "older.safetensors"])
 def test_a_tensor_that_is_stored_twice_is_refused(checkpoints, folder, file):
-    """With two values of a tensor, the server and another reader may load different ones."""
+    """If files have two values of a tensor, the server and another reader may load different ones."""
     shapes = checkpoints.draft_shapes()
     checkpoints.write_tensors(
         folder, {"model.norm.weight": [64]} | (shapes if file == "model.safetensors" else {}), file

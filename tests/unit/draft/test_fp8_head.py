@@ -80,7 +80,7 @@ def test_drafts_come_from_the_copy_without_its_padding() -> None:
 
 
 def test_the_copy_follows_an_update_in_place() -> None:
-    """`postprocess_weights` ends every way of loading in SGLang. Captured graphs read the copy at a fixed address."""
+    """In SGLang every load of weights ends with `postprocess_weights`. Captured graphs read the copy's fixed memory."""
     model = nn.Module()
     model.lm_head = head = Head()
     copy, hidden_TH = Fp8Head(head), torch.randn(3, H)

@@ -36,8 +36,8 @@ E4M3 = "fp8_e4m3"
         ("torch_native", "cpu", E4M3, False),
         ("torch_native", "sm90", "auto", False),
         ("flex_attention", "sm90", "auto", False),
-        # A KV cache of fp8: not below compute capability 8.9, for fa3 only on sm90, and only of type e4m3. With fa4 the
-        # flag has no effect, because SGLang keeps the draft's cache in the draft's dtype.
+        # An fp8 KV cache must have type e4m3, and needs compute capability 8.9 or higher. With fa3 it needs sm90. With
+        # fa4 the flag has no effect, because SGLang keeps the draft's cache in the draft's dtype.
         *((name, "sm80", E4M3, False) for name in BACKENDS),
         ("fa3", "sm89", E4M3, False),
         ("flashinfer", "sm89", E4M3, True),

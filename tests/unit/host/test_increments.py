@@ -1,6 +1,6 @@
 """Streamed reasoning and tool calls: the result must not depend on the number of tokens in an increment.
 
-A piece is a part of an increment of about one token. A cut is the boundary between two increments.
+A piece is a part of an increment, about as long as a token. A cut is the boundary between two increments.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ PUT: Call = ("put", {"path": "a/b.py", "body": {"x": ["1", {"y": "z, w"}], "n": 
 CALLS = ([], [NOW], [WEATHER], [PUT], [NOW, WEATHER], [WEATHER, NOW], [NOW, NOW, PUT], [WEATHER, PUT, NOW])
 TEXTS = ("", "Let me look.\nIt is a < b and [5] {x}, 100%. ")
 
-# Faults of SGLang's own parsers even with one token per increment. By parser: the fault, and whether a sample shows it.
+# Faults of SGLang's own parsers that occur even with one token per increment. By parser: the fault, and whether a
+# sample shows it.
 Shows = Callable[[str, Sequence[Call]], bool]
 OWN: dict[str, tuple[str, Shows]] = {
     "cohere_command4": ("calls of one function get one index", lambda _, calls: calls.count(NOW) > 1),

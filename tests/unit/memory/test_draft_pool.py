@@ -104,7 +104,7 @@ def test_a_hierarchical_cache_copies_shared_slots_but_no_rings(monkeypatch, wind
 
 
 def test_a_drafts_kv_are_offloaded_with_the_targets():
-    """A retracted request gets other slots when it resumes."""
+    """A retracted request gets other slots when it resumes. So the draft's K/V must move together with the target's."""
 
     class Pool:
         def __init__(self, first: int) -> None:

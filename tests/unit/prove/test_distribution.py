@@ -24,7 +24,7 @@ def test_the_same_distribution_passes(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_large_shift_is_found(seed: int) -> None:
-    """The shift of nine standard errors is four above the bound of five, so it is found with every seed."""
+    """A shift of nine standard errors is four above the bound of five, so it must be found with each of 20 seeds."""
     shift = 9 * distribution.standard_error(0.5, N, N)
     shifted = [0.5 + shift, 0.3 - shift, 0.15, 0.05]
     assert distribution.violations(draws(N, seed), draws(N, seed + 1000, shifted))

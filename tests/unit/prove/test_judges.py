@@ -36,7 +36,10 @@ def finding(check: Callable[..., None], *args: Any) -> Finding:
 def record(slot: tuple[int, int] = (0, 0), captured: tuple[int, ...] = (1, 2), **second: int) -> Watched:
     """Return the record of a server whose probe saw four steps with one request and four with two.
 
-    `slot`: padding slots of target and draft. `second`: changes to the record of two requests.
+    Args:
+        slot: numbers of non-finite values in the padding slots of target and draft.
+        captured: batch sizes of captured graphs.
+        second: fields to replace in the row of steps with two requests.
     """
     row = {"width": 16, "steps": 4, "served": 3, "changed": 0, "padded": 8, "not_finite": 0, "not_finite_real": 0}
     steps = [row | {"requests": 1}, row | {"requests": 2} | second]

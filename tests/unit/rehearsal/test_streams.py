@@ -309,7 +309,10 @@ def test_a_launch_reads_device_memory_without_the_host(watched: Watch) -> None:
 
 
 def test_a_launch_that_copies_to_the_host_stays_on_its_stream(watched: Watch, whose: None) -> None:
-    """A kernel's stand-in may copy to the host inside, as SGLang's MoE experts in plain torch do."""
+    """A plain torch replacement of a kernel may call `.cpu()`, as SGLang's MoE experts do.
+
+    The call is part of the launch, and must not count as a wait of the host. On a GPU the kernel makes no such call.
+    """
     x = zeros(4)
 
     @launch

@@ -1,6 +1,6 @@
 """Commits of the target's recurrent states: from records (fold), from snapshots, or in place by decoding.
 
-Tracking copies a request's state to another slot when its length reaches a multiple of the track interval.
+Tracking copies a request's state to another slot when the state contains a multiple of the track interval of tokens.
 """
 
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size
 
 @given(st.integers(2, 16), REQUESTS, st.integers(16, 96), st.sampled_from([torch.int32, torch.int64]))
 def test_the_tracked_slot_is_the_last_that_completes_an_interval(width, requests, interval, dtype):
-    """After slot i, prefix + i + 1 tokens are committed. At the tracked slot this is a multiple of `interval`."""
+    """After slot i the state contains prefix + i + 1 tokens. At the tracked slot this is a multiple of `interval`."""
     requests = [(prefix, min(n, width)) for prefix, n in requests]
     want = [max((i for i in range(n) if (prefix + i + 1) % interval == 0), default=-1) for prefix, n in requests]
     prefix_len_B = torch.tensor([prefix for prefix, _ in requests])
@@ -144,8 +144,8 @@ def test_states_advance_by_kept_tokens_and_copies_to_the_interval(kind, make, mo
     plan = SimpleNamespace(
         prefix_len_B=torch.tensor([62, 10, 60]), n_requests=3, width=4, verified=SimpleNamespace(tokens_BN=tokens_BN)
     )
-    # Prefix lengths are 62, 10 and 60, and the track interval is 64. The first request commits 3 tokens and reaches 64
-    # after 2. The third commits 4 and ends at 64.
+    # Prefix lengths are 62, 10 and 60, and the track interval is 64. The first request has 3 kept rows, and its state
+    # contains 64 tokens after the second. The third has 4, and its state contains 64 tokens after the last.
     make(SimpleNamespace(model_runner=runner), 4).commit(batch, plan, torch.tensor([3, 2, 4], dtype=torch.int32))
 
     # The requests' states are in slots 3, 1 and 2. Tracked copies go to slots 5 and 4. The second request does not
@@ -191,7 +191,7 @@ def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, m
     conv, temporal = torch.randn(2, 9, 4, 3), torch.randn(2, 9, 2, 5, 5)  # layers, slots, ...
     want = conv.clone(), temporal.clone()
     for pool in want if tracked else ():
-        pool[:, 8] = pool[:, 1]  # the second request commits its 64th token
+        pool[:, 8] = pool[:, 1]  # now the second request's state contains 64 tokens
     cache = SimpleNamespace(conv=[conv], temporal=temporal)
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),

@@ -179,7 +179,7 @@ def test_a_draft_starts_with_the_targets_last_layers():
     # Only the last feature, the output of layer 3, is used. The block has one slot, which holds the last token.
     features = torch.cat([torch.randn_like(output.hidden_states[4]), output.hidden_states[4]], dim=-1)
     first = draft.layers[:1]
-    draft.layers = first  # the second layer would need the first one's output as context
+    draft.layers = first  # in the target, the context of the second of these layers is the first one's output
     hidden = draft(output.hidden_states[4][:, None, -1:], draft.context_kv(features[:, :-1]), torch.tensor([[11]]))
     like = target.model.norm(output.hidden_states[5][:, -1])
     torch.testing.assert_close(hidden[0, 0], like, atol=1e-4, rtol=1e-4)

@@ -187,7 +187,7 @@ def test_a_report_covers_all_steps(caplog):
 
 @pytest.mark.parametrize(("useful", "n_warnings"), [(0, 1), (9, 1), (10, 0)])
 def test_a_draft_that_is_never_accepted_is_warned_of_once(useful, n_warnings, caplog):
-    """The warning appears if fewer than 10 of 500 blocks commit a draft. Steps without drafts do not count."""
+    """The warning appears if fewer than 10 of 500 blocks have an accepted draft. Steps without drafts do not count."""
     chooser = Chooser(Scripted([1, 8] * 1000))
     for step in range(2000):
         chooser.decide(["a"])
