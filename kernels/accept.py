@@ -26,7 +26,7 @@ class Accepted(NamedTuple):
     anchor_B: torch.Tensor  # int64, the bonus, which is the next step's anchor
     committed_BN: torch.Tensor  # int64, accepted drafts, then the bonus, then zeros (if N = 1 the bonus alone)
     n_committed_B: torch.Tensor  # int32, n_accepted + 1, also the number of kept rows: anchor and accepted drafts
-    next_prefix_len_B: torch.Tensor  # int64, committed length after the step
+    next_prefix_len_B: torch.Tensor  # int64, number of committed tokens before the next anchor
 
 
 def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
@@ -93,7 +93,7 @@ def accept(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch
     Args:
         tokens_BN: int64, anchor and drafts; N >= 1, B may be 0.
         target_BN: int64, the target's token after every slot.
-        prefix_len_B: int64, committed lengths before the step.
+        prefix_len_B: int64, number of committed tokens before the anchor.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

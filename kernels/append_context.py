@@ -142,7 +142,7 @@ def _append_context_kernel(
     cos_sin,
     k_address,
     v_address,
-    cache,  # the first cache layer, read only for its dtype
+    cache,  # the first cache layer, of which only the dtype is used
     row_stride,
     layer_stride,
     slot_stride,

@@ -1,4 +1,4 @@
-"""Convolve the slots of every block of a draft, channel by channel: a slot is mixed with the S - 1 slots before it.
+"""Convolve the slots of every block of a draft, channel by channel: mix each slot with up to S - 1 slots before it.
 
     out[t, h] = sum over taps s <= t mod N of (base[s, h] + change[t, s, h // (H / J)]) x[t - s, h]
 

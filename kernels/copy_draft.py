@@ -29,8 +29,8 @@ Cost: reads each text once per PLACES places, at most 4M bytes per request, and 
 independent of the number of matches.
 
 A negative token is a placeholder, e.g. for a part of an image. It matches no token and is not copied: the guess in its
-slot stays. The resulting block is written to the text table after the prefix. So the tokens that are committed are part
-of the text in the next step.
+slot stays. The resulting block is written to the text table after the prefix. So the anchor and the accepted drafts are
+part of the text in the next step.
 """
 
 from typing import NamedTuple
@@ -177,7 +177,7 @@ def copied_from(n: int, place: int | np.ndarray, source: int | np.ndarray, N: in
 
 
 TILE, N_WARPS = 128, 4  # number of text positions that a program compares at once, one per thread; warps per program
-PROGRAMS, LEAST = 512, 16  # programs per launch, about four per multiprocessor of an H200; least programs per request
+PROGRAMS, LEAST = 512, 16  # wanted programs per launch, four per multiprocessor of an H200; least programs per request
 PLACES = 16  # number of places per program; blocks with more places use several programs, each reading the text
 
 _PLACES, _WINDOW, _RUN = map(tl.constexpr, (PLACES, PLACES + LONGEST, (1 << LONGEST) - 1))

@@ -1,4 +1,4 @@
-"""Fold the accepted prefix of a verified block into the recurrent states of all layers, in one launch.
+"""Fold the kept rows of a verified block into the recurrent states of all layers, in one launch.
 
 `gdn_verify` records delta_i, k_i and G_i of each token i. Here G_i is the log decay from the start of the block to
 token i. With these records the recurrence for the state after n tokens becomes a sum:

@@ -1,7 +1,7 @@
-"""Gated delta rule over a drafted block: outputs for every slot, and records from which `gdn_fold` adds any prefix.
+"""Gated delta rule over a drafted block: outputs for every slot, and records that `gdn_fold` adds to the states.
 
-Verify must not change the recurrent state, because the accepted length is not known yet. Storing the state after every
-token costs H V K values per token (3 MiB per layer in Qwen3.5-27B). A token's record has only H V + G K + H values:
+Verify must not change the recurrent state, because the number of kept rows is not known yet. Storing the state after
+every token costs H V K values per token (3 MiB per layer in Qwen3.5-27B). A record has only H V + G K + H values:
 delta and key, whose outer product the token adds to the state, and the log decay from the block's start to the token.
 
 Shapes: B requests, N tokens per block, T = B N tokens, G key heads, H value heads (H a multiple of G), K key width, V
@@ -40,7 +40,7 @@ INF = tl.constexpr(float("inf"))
 
 
 class Inputs(NamedTuple):
-    """Inputs of the recurrence in one layer. Rows of q, k, v, a and b may be strided; each row is contiguous."""
+    """Inputs of the recurrence in one layer. Each row is contiguous. Between rows of q, k, v, a and b may be gaps."""
 
     q_TGK: torch.Tensor  # q, k and v are outputs of the layer's convolution, not normalised
     k_TGK: torch.Tensor

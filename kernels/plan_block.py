@@ -4,9 +4,10 @@ Shapes: B requests, N tokens per block (slot 0 is the anchor, slots 1..N-1 are m
 table has Q rows of M KV slots, one row per request that the server can run at once.
 Cost: one launch, launch-bound: it reads BN slots and writes 3BN values, a few KiB.
 
-The anchor is committed but has no KV yet, so it has the first position after the prefix. The scheduler reserves KV
-slots for the whole block before the step. Positions past the end of a table row (M and above) get KV slot 0, the
-padding slot, whose content is never read. `req_pool_indices_B` must be rows of the table, which is not checked.
+The anchor is committed, but its K and V are not computed yet. Its position is the first after the prefix: prefix_len.
+The scheduler reserves KV slots for the whole block before the step. Positions past the end of a table row (M and above)
+get KV slot 0, the padding slot, whose content is never read. `req_pool_indices_B` must be rows of the table, which is
+not checked.
 """
 
 from typing import NamedTuple

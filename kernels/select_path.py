@@ -2,19 +2,19 @@
 
 For request b, `previous` starts as the anchor. Then for d = 0, 1, ..., D - 1:
 
-    score[c]     = unary[b, d, c] + sum over r of (A[previous, r] query[b, d, r]) B[candidates[b, d, c], r]
+    score[c]     = unary[b, d, c] + sum over r of (pred[previous, r] query[b, d, r]) succ[candidates[b, d, c], r]
     drafts[b, d] = candidates[b, d, c] for the lowest c with the largest score
     previous     = drafts[b, d]
 
-Shapes: B requests, D drafts per block, K candidates per draft, V vocabulary, R rank of the two [V, R] tables: A has a
-row per predecessor token, B a row per successor token.
+Shapes: B requests, D drafts per block, K candidates per draft, V vocabulary, R rank of the two [V, R] tables: `pred`
+has a row per predecessor token, `succ` a row per successor token.
 Source: DFlash 2, candidate selector (z-lab and Inco AI 2026, SGLang 0.5.23's `models/dflash.py`).
 Cost: one launch, latency-bound because of D dependent steps. It reads BD(K + 1)R values of the tables and BDR values of
 the query: 1.1 MB for 8 requests, 15 drafts of 16 candidates and rank 256 in bf16.
 
-This greedy walk reads one row of A per slot, the row of the previous token. SGLang's walk may sample, so it scores all
-K x K pairs of candidates of adjacent slots. It reads DKR values of A instead of DR, writes DKK scores in fp32 and reads
-DK of them. At the sizes above, this kernel saves 115 kB of A and 16 kB of scores per request.
+This greedy walk reads one row of `pred` per slot, the row of the previous token. SGLang's walk may sample, so it scores
+all K x K pairs of candidates of adjacent slots. It reads DKR values of `pred` instead of DR, writes DKK scores in fp32
+and reads DK of them. At the sizes above, this kernel saves 115 kB of `pred` and 16 kB of scores per request.
 """
 
 import torch
@@ -138,7 +138,7 @@ def select_path(
         unary_BDK: float32, the candidates' scores without regard to the previous token.
         query_BDR: hidden states of the slots, projected to R values, in the tables' dtype.
         anchor_B: int64, anchors. Candidates and anchors must be below V, which is not checked.
-        predecessor_VR, successor_VR: tables A and B, float32, bfloat16 or float16.
+        predecessor_VR, successor_VR: tables `pred` and `succ`, float32, bfloat16 or float16.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

@@ -57,7 +57,7 @@ def penalise() -> Hashable:
 
 
 def append_context(*, n_kept: bool) -> Hashable:
-    """Return the key. `n_kept`: some rows are kept, as in a step. False: all rows are kept, as in a prompt."""
+    """Return the key. `n_kept`: the launch has `n_kept_B`, as in a decode step. A prefill keeps all rows without it."""
     return "accepted" if n_kept else "all"
 
 

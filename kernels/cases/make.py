@@ -17,7 +17,7 @@ from sglang_dflash_kernels.record import record_width
 from sglang_dflash_kernels.select_path import select_path, select_path_ref
 from sglang_dflash_kernels.weigh_copies import weigh_copies, weigh_copies_ref
 
-PERIOD = 61  # number of tokens after which a text repeats itself, so that every place of a block has a longest match
+PERIOD = 61  # a text repeats itself after so many tokens, so places before the first wrong guess have longest matches
 
 
 def plan_block_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
@@ -75,7 +75,7 @@ def penalise_case(B: int, N: int, V: int, device: str) -> Case:
 
 
 def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: int | None = None) -> Case:
-    """Create a case of one prefill of `n_rows` rows. If B is given: of B requests that keep some of their rows."""
+    """Create a case of a prefill of `n_rows` rows. If B is given, of a step in which B requests keep some rows."""
     device = caches.k_L[0].device
     L, G, E = sizes.n_layers, sizes.n_heads, sizes.head_dim
     kv_TL2GE = torch.randn(n_rows, L, 2, G, E, device=device).to(sizes.dtype)

@@ -1,4 +1,4 @@
-"""Types of a kernel's case and its sizes, two sets of sizes, and comparisons of results with those of definitions."""
+"""Types of a kernel's case and of its sizes. Two sets of sizes. Comparisons of results with those of definitions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
 """Paged attention in plain torch: decode, extend, DFlash's verify (a causal chain) and its draft block.
 
 Decode, verify and the draft block gather the keys of several requests into one rectangle, padded to the longest
-request, and mask the padding. So one attention call per layer serves all requests whose keys fit in MAX_RECTANGLE.
+request, and mask the padding. So one attention call per layer serves several requests, as many as fit in MAX_RECTANGLE.
 Extend computes request by request, a slice of queries at a time.
 
-A layer's mask follows SGLang's other backends: with `attn_type` ENCODER_ONLY queries attend to all keys,
-otherwise causally. A window w allows keys at most w positions away (SGLang's layers store the model's window less one).
+A layer's mask follows SGLang's other backends. If `attn_type` is ENCODER_ONLY, queries attend to all keys, otherwise
+causally. A window w allows keys at most w positions away (SGLang's layers store the model's window less one).
 
 Dimension key: B requests, N query tokens per request, L key positions (padded), T packed tokens, A query heads, G KV
 heads, E head width.
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-MAX_RECTANGLE = 1 << 16  # key positions gathered at once: 64 MiB of keys and values for 2 heads of 64 in fp32
-MAX_QUERIES = 512  # queries of one attention call in extend; bounds the memory of the mask
+MAX_RECTANGLE = 1 << 16  # key positions of a rectangle: 64 MiB of keys and values for 2 heads of 64 in fp32
+MAX_QUERIES = 512  # most queries of one attention call in extend; bounds the memory of the mask
 
 
 class Mask(NamedTuple):

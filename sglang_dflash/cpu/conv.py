@@ -4,8 +4,8 @@ y[t] = activation(bias + sum_j weight[j] * x[t - (W - 1) + j]), where x before t
 last W - 1 inputs, oldest first.
 
 Dimension key: B requests, N new tokens per request, T packed tokens, F channels, W taps, P = W - 1 carried inputs, S
-slots of the state pool. Results are computed in fp32 and returned in x's dtype. In memory the values of one token are
-adjacent, for any order of the axes.
+slots of the state pool. Results are computed in fp32 and returned in x's dtype. In a result the F values of a token are
+adjacent in memory, even if the token's axis is the last.
 """
 
 import torch
@@ -76,8 +76,8 @@ def causal_conv1d_update(
 
     Verify also stores the state after each of its N tokens in row `intermediate_state_indices[b]` of
     `intermediate_conv_window` [rows, >= N, F, P]. As with the GPU kernel, the slot advances to the end of the block.
-    The commit overwrites the slot with the state after the last accepted token. Padded rows, whose slot is negative,
-    return NaN.
+    The commit overwrites the slot with the state after the last kept row. Padded rows, whose slot is negative, return
+    NaN.
     """
     refuse("causal_conv1d_update", others)
     P = weight.shape[1] - 1

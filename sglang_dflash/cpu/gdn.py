@@ -12,7 +12,7 @@ from sglang_dflash_kernels.gdn_block import DeltaBlock, by_token, l2_normalised,
 from sglang_dflash.cpu.padding import n_real, with_padding
 from sglang_dflash.cpu.refuse import refuse
 
-CHUNK = 64  # SGLang's prefix cache reads the state before every 64th token
+CHUNK = 64  # SGLang's prefix cache reads the states before tokens 0, 64, 128, ...
 
 
 def fused_gdn_gating(
@@ -177,7 +177,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     state_BHVK = initial_state.index_select(0, slot_B).float()
     state_BHVK *= log_decay(A_log, a, dt_bias).exp_()[..., None, None]
 
-    # Value heads that share a key head become more rows of one matrix, so no key is repeated.
+    # The states of value heads that share a key head are stacked as rows of one matrix, so no key is repeated.
     state_XYK = state_BHVK.view(B * G, -1, K)
     found_BHV = torch.bmm(state_XYK, k_XK[..., None]).view(B, H, V)
     delta_BHV = (v_BF.view(B, H, V) - found_BHV).mul_(b.float().sigmoid()[..., None])

@@ -72,7 +72,7 @@ def at_import() -> dict[str, Any]:
         _KERNELS + "gemm.fp8_kernel.w8a8_block_fp8_matmul_triton": quantized.w8a8_block_fp8_matmul_triton,
         _KERNELS + "quantization.int8_kernel.per_token_quant_int8": quantized.per_token_quant_int8,
         _SRT + "mem_cache.allocation.assign_req_to_token_pool_func": kv.assign_req_to_token_pool_func,
-        # SGLang pins and stream-marks some tensors without checking for a device.
+        # SGLang calls these two methods on some tensors without checking for a device.
         "torch.Tensor.pin_memory": _pin_memory,
         "torch.Tensor.record_stream": _record_stream,
         **_of_quantization(),
@@ -123,7 +123,7 @@ def _of_quantization() -> dict[str, Any]:
 
 
 def install(stand_ins: Mapping[str, Any]) -> None:
-    """Replace every target by its stand-in, also in all SGLang modules that have imported it. This is permanent."""
+    """Replace every target by its stand-in. Callables are also replaced in all SGLang modules that imported them."""
     copies: dict[int, Any] = {}
     for target, stand_in in stand_ins.items():
         if target in _stand_ins:

@@ -1,7 +1,7 @@
 """Moves of recurrent and convolution states between slots: prefix-cache checkpoints, and the commit after verify.
 
-Dimension key: B requests, L layers, S slots of the state pool, R rows of the verify scratch, N steps of a block; `...`
-is the state itself.
+Dimension key: B requests, L layers, S slots of the state pool, R rows of the buffer that verify writes (the scratch), N
+steps, i.e. slots of a block; `...` is the state itself.
 """
 
 import numpy as np
@@ -57,11 +57,12 @@ def scatter_states_with_mask(
     step_indices_raw: torch.Tensor,
     src_indices_raw: torch.Tensor | None = None,
 ) -> None:
-    """Copy the state after step `step_indices_raw[b]` of scratch row b to slot `dst_indices_raw[b]`, in all layers.
+    """Copy each request's state after one step from the scratch to a slot of the pool, in all layers.
 
-    dst [L, S, ...], src [L, R, N, ...] (possibly an overlapping view). A request is skipped if its step, slot or
-    scratch row is out of range, such as -1, which SGLang passes. Replaces both the kernel for recurrent states and the
-    kernel for convolution windows, which differ only in memory layout.
+    Request b's step is `step_indices_raw[b]`, its slot `dst_indices_raw[b]`. Its scratch row is `src_indices_raw[b]`,
+    or b if these indices are None. dst is [L, S, ...], src [L, R, N, ...] (possibly an overlapping view). A request is
+    skipped if its step, slot or scratch row is out of range, such as -1, which SGLang passes. Replaces both the kernel
+    for recurrent states and the kernel for convolution windows, which differ only in memory layout.
     """
     rows = range(len(step_indices_raw)) if src_indices_raw is None else src_indices_raw.tolist()
     # A state has many kilobytes, so single copies are faster than gather and scatter.
@@ -82,14 +83,14 @@ def fused_commit_track_indices(
     draft_token_num: int,
     mamba_track_interval: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Find in every block the slot of the last accepted token, and the slot that completes a track interval.
+    """Find in every block the slot of the last kept row, and the slot that completes a track interval.
 
-    With prefix p and n accepted tokens, the largest multiple of the interval is m = (p + n) // interval * interval.
-    Slot m - p - 1 completes the interval if m > p.
+    With a prefix of p tokens and n kept rows, the largest multiple of the interval is m = (p + n) // interval *
+    interval. Slot m - p - 1 completes the interval if m > p.
 
     Args:
-        accept_index: int64 [B, at most N], the rows of the accepted tokens in [B * N].
-        accept_lens: int32 or int64 [B], number of accepted tokens, 1..N.
+        accept_index: int64 [B, at most N], the indices of the kept rows in [B * N].
+        accept_lens: int32 or int64 [B], number of kept rows, 1..N.
         seq_lens: int64 [B], number of tokens before the block; None: nothing is tracked.
         draft_token_num: N.
     Returns:

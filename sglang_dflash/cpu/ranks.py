@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 def memcpy(
     dst: torch.Tensor, src: torch.Tensor, dim: int, offset: torch.Tensor, sz: torch.Tensor, offset_src: bool
 ) -> None:
-    """Copy `sz` rows, from row `offset` of `src` on if `offset_src`, else to row `offset` of `dst` on.
+    """Copy `sz` rows of `src` to `dst`. `offset` and `sz` are not read on the host.
 
-    The other tensor is used from row 0 on. `offset` and `sz` are not read on the host.
+    With `offset_src` the rows begin at row `offset` of `src`, and go to row 0 of `dst`. Without it they begin at row 0
+    of `src`, and go to row `offset` of `dst`.
     """
     assert dim == 0, "rows are copied"
     row = torch.arange(dst.shape[0], device=dst.device)

@@ -30,18 +30,19 @@ def tree_speculative_sampling_target_only(
     """Accept drafts by rejection sampling, and draw one more token from the remaining distribution; results in place.
 
     For the draft after slot i, coin is uniform_samples[b, i], and p is the draft's probability in target_probs[b, i].
-    A draft is accepted if all drafts before it are, and coin <= p / threshold_acc or p >= threshold_single. The last
-    token is drawn from the target's distribution after the last accepted slot. If a draft was rejected there,
-    draft_probs is subtracted from this distribution first, and the rejected draft gets probability 0.
+    A draft is accepted if all drafts before it are, and if coin <= p / threshold_acc or p >= threshold_single. Slots of
+    the anchor and of accepted drafts are kept. The last token is drawn from the target's distribution after the last
+    kept slot. If the draft after this slot was rejected, draft_probs is subtracted from the distribution first, and the
+    rejected draft gets probability 0.
 
     candidates int64 [B, N]; target_probs, draft_probs fp32 [B, N, V]; uniform_samples fp32 [B, N];
     uniform_samples_for_final_sampling fp32 [B]. Outputs:
 
-        predicts          int32 [B * N]: the token after each accepted slot, at the slot's retrive_index
-        accept_index      int32 [B, >= N]: retrive_index of the accepted slots
+        predicts          int32 [B * N]: the token after each kept slot, at the slot's retrive_index
+        accept_index      int32 [B, >= N]: retrive_index of the kept slots
         accept_token_num  int32 [B]: number of accepted drafts
 
-    Cells after the accepted ones are unchanged.
+    Cells of other slots are unchanged.
     """
     B, N = candidates.shape
     child_N = torch.arange(1, N + 1).where(torch.arange(N) < N - 1, -1)  # next slot in a chain, -1 after the last
@@ -77,6 +78,6 @@ def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:
 
 
 def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `k` largest values of the last dimension and their indices, largest first. Replaces FlashInfer's."""
+    """Return the `k` largest values of the last dimension and their indices, largest first. Replaces `_radix_topk`."""
     largest, where = torch.topk(scores, k, dim=-1)
     return largest, where

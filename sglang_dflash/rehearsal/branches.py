@@ -1,4 +1,4 @@
-"""Streams inside a captured forward, with the rules of CUDA's capture (`,streams`).
+"""Streams inside a captured forward, with the rules of CUDA's capture (option `streams`).
 
 A capture begins on one stream, the origin. Another stream takes part in the capture once it has waited for a stream
 that takes part. The origin must wait for every other stream before the capture ends. If two streams use the same
@@ -35,7 +35,7 @@ _used: set[str] = set()  # names of the streams, other than the origin, that cap
 
 
 class BranchedTape(Tape):
-    """Tape that records the stream of each launch."""
+    """Tape that records the stream of each launch, and checks that launches on the same memory are ordered."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
@@ -167,7 +167,7 @@ def operands_of(run: Callable[..., Any], args: tuple, kwargs: dict, touched: Tou
         name = run._schema.name
         written, read = operands(run, args, kwargs)
         return name, [] if any(part in name for part in watch.READS_NOTHING) else read, written
-    if isinstance(run, functools.partial):  # `run_collective`; the operation's schema omits the tensors that it writes
+    if isinstance(run, functools.partial):  # `run_collective`; the schema declares no writes, so all count as written
         return "a collective operation", [], [tensor for tensor in leaves((args, kwargs)) if tensor.numel()]
     return run.__qualname__, touched.read, touched.written
 

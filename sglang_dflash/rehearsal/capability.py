@@ -1,7 +1,7 @@
-"""Properties of the emulated GPU for SGLang's attention code. All other code sees a CPU.
+"""Properties of the emulated GPU for SGLang's attention code.
 
 SGLang reads these properties while arguments are resolved (`at_launch`) and while an attention backend is created
-(`answering`). For FlashInfer's own queries see `flashinfer_seams.define`.
+(`answering`). Other code sees a CPU, except where `qwen`, `overlap` and `flashinfer_seams` replace its checks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Gpu(NamedTuple):
-    """Emulated GPU: the model with the most multiprocessors of its compute capability."""
+    """Emulated GPU. Among the GPUs with its compute capability it has the most multiprocessors."""
 
     capability: tuple[int, int]
     n_processors: int

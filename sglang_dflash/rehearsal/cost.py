@@ -45,7 +45,7 @@ def watched() -> Iterator[nn.Module]:
 
 
 def require_cheap(nodes: list[Node]) -> None:
-    """Check a captured forward against both rules: one read per weight, and launches within the budget.
+    """Check a captured forward against both rules: at most one read per weight, and launches within the budget.
 
     Raises:
         CaptureError: the forward breaks a rule.

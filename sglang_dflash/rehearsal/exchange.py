@@ -24,7 +24,7 @@ STEP_LINE = "a step exchanged "  # start of a step's line in the log
 class CollectiveCounter(TorchDispatchMode):
     """Dispatch mode that counts the elements of this rank's collective operations, by name.
 
-    A call counts as many elements as its largest tensor has: the gathered tensor, or the broadcast one.
+    A call counts as many elements as its largest tensor has. For a gather this is the gathered tensor.
     """
 
     def __init__(self) -> None:

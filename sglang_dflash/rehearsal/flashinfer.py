@@ -21,7 +21,7 @@ LOG2_E = math.log2(math.e)  # converts a natural log-sum-exp to FlashInfer's, wh
 
 
 class Module:
-    """Emulation of `get_batch_prefill_module`'s module, which also decodes."""
+    """Emulation of the module from `get_batch_prefill_module`. FlashInfer also decodes with it, on tensor cores."""
 
     def __init__(self, *, window: bool, softcap: bool) -> None:
         self.window, self.softcap = window, softcap
@@ -129,7 +129,7 @@ class Module:
 
 
 class DecodeModule(Module):
-    """Emulation of `get_batch_decode_module`'s module: one query per request, without tensor cores."""
+    """Emulation of the module from `get_batch_decode_module`: one query per request, without tensor cores."""
 
     def plan(  # type: ignore[override]
         self,

@@ -3,7 +3,7 @@
 The host writes a plan into the wrapper's integer workspace, from which the kernel reads it. So a replay uses the plan
 of its own step, not the plan of the capture. The kernel splits and merges a request's keys by the planned length, but
 counts partial results by the length on the device. If the lengths differ, partial results of different rows are mixed
-(scheduler.cuh, prefill.cuh). So every launch here compares the two lengths.
+(scheduler.cuh, prefill.cuh). So every launch that reads a plan compares the two lengths.
 
 Dimension key: as in `attention.py`.
 """
@@ -49,7 +49,7 @@ class Planned(NamedTuple):
         """Yield the index of each request that has queries, and the rows of its queries.
 
         Raises:
-            AssertionError: the lengths on the device differ from the planned lengths.
+            AssertionError: the lengths on the device differ from the planned lengths, except in a padded row.
         """
         starts, n_pages_B = first_query_B1.tolist(), first_page_B1.diff().tolist()
         assert starts == self.first_query_B1, f"queries start at {starts}, planned {self.first_query_B1}"

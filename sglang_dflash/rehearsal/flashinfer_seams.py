@@ -69,7 +69,10 @@ def over_flashinfer(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _Torch(ModuleType):
-    """Copy of torch for modules that name CUDA or allocate pinned memory, which both need a GPU's driver."""
+    """Stand-in for torch in modules that name CUDA or allocate pinned memory. Both need a GPU's driver.
+
+    `empty`, `zeros` and `cuda` are replaced below. All other names are torch's own.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return vars(torch)[name] if name in vars(torch) else torch.__getattr__(name)

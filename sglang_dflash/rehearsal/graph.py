@@ -1,10 +1,11 @@
 """CUDA graphs without CUDA: the launches of a forward are recorded once, and replayed without the forward's Python.
 
-Capture runs the forward under a dispatch mode. Every operation that writes becomes a node: the operation, its tensor
-arguments by address, and its other arguments with their values at capture. Views and allocations are no nodes. The
-stand-in of a GPU kernel (`launch`) is one node, and may read device memory. Operations that CUDA forbids during capture
-raise `CaptureError`: a copy of a value to the host, a shape that depends on device data, a tensor created from host
-data.
+Capture runs the forward under a dispatch mode. Every operation that writes memory becomes a node: the operation, its
+tensor arguments by address, and its other arguments with their values at capture. Views and allocations are not nodes.
+A call of a GPU kernel's stand-in (`launch`) is one node, and its Python code may read values from device tensors.
+
+Operations that CUDA forbids during capture raise `CaptureError`. These are copies of values to the host, operations
+whose result's shape depends on device data, and the creation of tensors from host data.
 
 Replay runs the nodes in order, and writes their results to fixed addresses in `pool.py`'s memory.
 

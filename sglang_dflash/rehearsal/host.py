@@ -1,9 +1,15 @@
 """Marks of host tensors. They replace the device attribute, because in the emulation every tensor is on the CPU.
 
-Host tensors are results of `.cpu()`, `.pin_memory()` and pinned allocations, SGLang's `*_cpu` fields (by `seams.py`),
-and results that the host computes from host tensors during capture. All other tensors are device tensors. During
-capture the host may read only host tensors. A device operation may read a host tensor only if it is a scalar. On a GPU
-a larger host tensor would raise an error, or be copied at capture only, so that replays would read old values.
+Host tensors are:
+- results of `.cpu()` and `.pin_memory()`
+- pinned allocations of SGLang's LoRA and of FlashInfer
+- `ForwardBatch.seq_lens_cpu` (`seams.py`)
+- results that the host computes from host tensors during capture
+- with the option `streams`, more tensors (`watch.py`, `overlap.py`)
+
+All other tensors are device tensors. During capture the host may read only host tensors, and of these a device
+operation may read only scalars. On a GPU a larger host tensor would raise an error, or be copied only at capture. Then
+replays would read old values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launches of a decode step by stage, checked against the budget of `stages/budget.py`. A replay is one launch.
 
-Launches are counted only with `,streams`, which separates host operations from device operations. Only steps that
-replay graphs and have only greedy requests are checked: sampling, penalties and grammars launch more kernels, in
-SGLang's code.
+Launches are counted only with the option `streams`, which separates host operations from device operations. A step is
+checked only if it replays graphs and all its requests are plain greedy ones (`is_plain`). For other requests, e.g. with
+sampling or a grammar, SGLang's code launches more kernels.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def held(worker: Any, decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain(batch: Any) -> bool:
-    """Return whether all requests are greedy and need no edits of logits, grammars, log-probabilities or states."""
+    """Return whether all requests are greedy and need only tokens, chosen by the target's unchanged logits."""
     info = batch.sampling_info
     penalised = info.penalizer_orchestrator is not None and info.penalizer_orchestrator.is_required
     edits = info.logit_bias is not None or info.has_custom_logit_processor or penalised

@@ -1,4 +1,4 @@
-"""Replacements for layers that SGLang computes with GPU-only kernels, or on the host. Each is used by few families.
+"""Replacements for layers that SGLang computes with GPU-only kernels, or on the host. Few model families use each.
 
 `layers` installs them after a model is loaded, when SGLang's models are imported.
 """

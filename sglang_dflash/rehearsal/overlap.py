@@ -1,8 +1,9 @@
 """Replacements where SGLang 0.5.23 orders streams only on CUDA, so that the overlap schedule runs as on a GPU.
 
-Code that skips `record_stream` for "cpu" tensors is not covered: mixed batches, and the indices in SGLang's relay
-buffers, which the scheduler keeps for two steps anyway. Not covered either: the unified memory pool, HiCache, pipeline
-parallelism, disaggregation.
+Not covered:
+- code that skips `record_stream` for "cpu" tensors: in mixed batches, and for the indices in SGLang's relay buffers
+  (the scheduler keeps these indices for two steps anyway)
+- the unified memory pool, HiCache, pipeline parallelism and disaggregation
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def scheduler() -> None:
 
         Accesses before the loop are not checked, for example while weights are loaded and graphs are captured.
         """
-        if self.draft_worker is not None:  # this plugin's worker, because SGLang's is refused with `,streams`
+        if self.draft_worker is not None:  # this plugin's worker, because SGLang's is refused with emulated streams
             launches.hold(self.draft_worker)
         with watch.Watch(graph.pool()):
             run(self)

@@ -3,8 +3,8 @@
 Blocks are assigned by CUDACachingAllocator's rules. Sizes are rounded up to 512 bytes. The smallest free block that
 fits is taken, and among equal blocks the one at the lowest address. A large enough remainder is split off, and free
 neighbours are merged. Blocks of up to 1 MiB never share a segment with larger blocks. If no free block fits, a segment
-is added: 2 MiB for blocks of up to 1 MiB, and 20 MiB for blocks below 10 MiB. For a larger block the segment has the
-block's size, rounded up.
+is added: 2 MiB for blocks of up to 1 MiB, and 20 MiB for larger blocks below 10 MiB. From 10 MiB on the segment has the
+block's size, rounded up to a multiple of 2 MiB.
 
 A block is free when its last tensor is deleted. Then the next tensor of the same stream may reuse the block, in this or
 a later graph. A segment belongs to the stream that requested it. Captured launches hold only addresses, so they do not
@@ -24,7 +24,7 @@ from torch import from_numpy  # the original, because `watch.py` replaces `torch
 MIB = 1 << 20
 ROUND = 512  # bytes; block sizes are multiples of this
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # bytes of the largest small block, and of its segment
-# Bytes of a segment for blocks above `SMALL` and below `LARGE`. From `LARGE` bytes on a segment has the block's size.
+# Bytes of a segment for blocks above `SMALL` and below `LARGE`. From `LARGE` bytes on the block's size is rounded up.
 LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB
 CAPACITY = 4096 * MIB  # bytes of address space; the system provides memory for a page when it is first written
 

@@ -2,13 +2,13 @@
 
 The emulated GPU has CUDA's defaults:
 
-    alternative stream      in captured forwards, the projections of Gated DeltaNet's gates, the norm of K (Qwen3-Next;
-                            Qwen3.5 only if attention has no output gate) and experts run parallel to the main stream
-    fused projection        decode and a verify of width 1, but no wider verify, unpack and convolve Gated DeltaNet's
-                            projections in one Triton kernel, run by Triton's interpreter
-    strided prompts         Gated DeltaNet reads a prompt's projections in place
-    fused Q/K preparation   norms, rotation and output gate in one launch; the torch form here replaces the kernel,
-                            because the kernel rounds to 16 bits
+    alternative stream      In captured forwards a second stream runs the projections of Gated DeltaNet's gates, the
+                            norm of K, and experts. In Qwen3.5 it runs this norm only if attention has no output gate.
+    fused projection        One Triton kernel unpacks and convolves Gated DeltaNet's projections. It serves decode and a
+                            verify of width 1, but no wider verify. Triton's interpreter runs it.
+    strided prompts         Gated DeltaNet reads a prompt's projections in place.
+    fused Q/K preparation   Norms, rotation and output gate are one launch. `qk_norm_rope_gate` replaces the kernel,
+                            because the kernel rounds to 16 bits.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def models() -> None:
 
 
 def on_cuda(can_use: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
-    """Wrap SGLang's check for the fused projection, so that the check takes the tensor for one on CUDA."""
+    """Wrap SGLang's check for the fused projection, so that it accepts a CPU tensor as if it were on CUDA."""
 
     @functools.wraps(can_use)
     def asked(mixed_qkvz: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -136,7 +136,7 @@ def qk_norm_rope_gate(
         q_gate: [T, q E], or if `has_gate` [T, 2 q E] with each head's gate after the head.
         k: [T, k E].
         cos_sin_cache: [positions, rotary_dim], cosines first.
-        positions: int [T], or [3, T] with `mrope_axis_map`, int [rotary_dim / 2]: each lane's axis.
+        positions: int [T]; [3, T] with `mrope_axis_map`, int [rotary_dim / 2], the axis of each rotated pair.
     Returns:
         Q [T, q E], K [T, k E] and the gates [T, q, E] or None, in new memory.
     """

@@ -27,7 +27,7 @@ Clock = dict["Actor", int]
 Place = tuple[tuple[str, int], ...]  # (file, line) of calls, innermost first
 
 MIB = 1 << 20
-NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")  # parts of paths to leave out
+NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")  # files whose path has such a part
 N_SHOWN = 3  # number of lines of code per access in a message
 
 
@@ -36,7 +36,7 @@ class UnorderedAccess(RuntimeError):
 
 
 class Actor:
-    """The host, or a stream. Invariant: ticks of `other` up to `clock[other]` precede this actor's next action."""
+    """The host, or a stream. Invariant: an actor's ticks up to `clock[actor]` precede the next action of this one."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,11 +1,12 @@
-"""Recorder of memory accesses for `streams.py`. The dispatch mode `Watch` sees every PyTorch operation inside it.
+"""Recorder of memory accesses for `streams.py`. While the dispatch mode `Watch` is active, it sees every operation.
 
 An operation runs on the current stream, or on the host if all its tensors are host tensors. The operations inside a
 kernel's stand-in or inside a replay count as one launch on one stream (`launch`).
 
-Host tensors are created without a device argument, by `from_numpy` or `.cpu()`, in pinned memory, or by the host from
-host tensors (`install`). All other tensors are device tensors. `.to(device)` copies a host tensor, and the host waits
-for the copy. Only with `non_blocking` and from pinned memory is the copy asynchronous.
+Host tensors come from `from_numpy` or `.cpu()`, lie in pinned memory, or were created without a device argument. The
+results that the host computes from host tensors are host tensors too. All other tensors are device tensors.
+`.to(device)` copies a host tensor, and the host waits for the copy unless `non_blocking` is set. With `non_blocking` a
+pinned source is read later, and any other source at the call.
 
 Not covered: other threads, memory written through numpy, and writes of interpreted Triton kernels that change no value.
 Single rows are not distinguished: an access to one row of a table counts as an access to the whole table.
@@ -146,7 +147,7 @@ class Watch(TorchDispatchMode):
 
 
 def n_launched() -> int:
-    """Return the number of launches and copies on streams since the start. A replay of a graph counts as one."""
+    """Return the number of launches and copies inside a Watch since the start. A replay of a graph counts as one."""
     return _n_launched
 
 
@@ -201,7 +202,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def install() -> None:
-    """Wrap tensor factories and `.to` to mark host tensors, and `tolist` and `numpy` to record reads by the host."""
+    """Wrap factories to mark host tensors, `.to` to copy them to the device, `tolist` and `numpy` to record reads."""
     for name in FACTORIES:
         setattr(torch, name, _factory(attrgetter(name)(torch)))
     for name in ("tolist", "numpy"):
