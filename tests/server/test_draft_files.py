@@ -56,6 +56,29 @@ def as_speculators(folder: Path) -> Path:
     return folder
 
 
+def as_older_transformers(folder: Path) -> Path:
+    """Write the dense pair's draft in two files whose tensors partly have a prefix, with another rope.
+
+    Its config has the rope and the dtype of older Transformers, no model type, and names code that is not there.
+    """
+    config, tensors = config_of(DENSE.draft), load_file(DENSE.draft / "model.safetensors")
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    config |= {"torch_dtype": f"torch.{config.pop('dtype')}", "max_position_embeddings": 64}
+    config |= {"auto_map": {"AutoConfig": "configuration_dflash.DFlashConfig"}}
+    del config["model_type"]
+    folder.mkdir()
+    files = {"model-1.safetensors": {}, "model-2.safetensors": {}}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        files[f"model-{1 + i % 2}.safetensors"][f"model.{name}" if i % 3 else name] = tensor
+    for file, part in files.items():
+        save_file(part, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def speculators(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return as_speculators(tmp_path_factory.mktemp("drafts") / "speculators")
@@ -99,6 +122,22 @@ def test_overrides_of_the_target_leave_the_draft_unchanged(
         "embed_tokens.weight, lm_head.weight, verifier_norm.weight are ignored",
     ):
         assert line in log, line
+    pool.drop(server)
+
+
+@pytest.mark.full
+def test_draft_of_older_transformers(pool: Any, questions: Callable, tmp_path: Path) -> None:
+    pair = Pair(DENSE.target, as_older_transformers(tmp_path / "draft"))
+    flags = ("--trust-remote-code", "--speculative-draft-model-revision", "main", "--served-model-name", "my/model-1")
+    server = pool.get(target="older", pair=pair, flags=flags)
+    expected, plain = (
+        Oracle(one, None, None).expect(questions(N_PROMPTS, "dense"), MAX_NEW_TOKENS) for one in (pair, DENSE)
+    )
+    assert expected.steps != plain.steps, "the rope has no effect"
+    expected.require_from(server, concurrency=1)
+    answer = post(server, "/update_weights_from_disk", {"model_path": str(pair.draft)})
+    assert answer.status_code == 200, answer.text
+    expected.require_from(server, concurrency=1)
     pool.drop(server)
 
 

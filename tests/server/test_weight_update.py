@@ -154,6 +154,24 @@ def test_target_push_over_group_leaves_draft(whole: Server, questions: Callable)
     assert served_steps(whole, prompts) == before
 
 
+def test_answers_do_not_depend_on_a_draft_of_nans(whole: Server, off: Server, questions: Callable) -> None:
+    """Push NaNs, then the right weights in two halves, one under the prefix `model.` and in another dtype."""
+    prompts, original = questions(4, seed=14), load_file(HYBRID.draft / "model.safetensors")
+    before = served_steps(whole, prompts)
+    answers = tokens_of(off.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS))
+    names = sorted(original)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    try:
+        assert push(whole, {name: original[name] * torch.nan for name in names}, selector="draft").status_code == 200
+        assert tokens_of(whole.generate_many(prompts, concurrency=4, max_new_tokens=MAX_NEW_TOKENS)) == answers
+        assert served_steps(whole, prompts) != before
+    finally:
+        assert push(whole, {name: original[name] for name in halves[0]}, selector="draft").status_code == 200
+        tensors = {f"model.{name}": original[name].float() for name in halves[1]}
+        assert push(whole, tensors, selector="draft").status_code == 200
+    assert served_steps(whole, prompts) == before
+
+
 def test_unknown_tensor_is_refused(whole: Server, questions: Callable) -> None:
     """A push with a tensor name or a shape that the model does not have is refused, and loads no tensor."""
     prompts = questions(3, seed=13)
