@@ -40,7 +40,7 @@ class ModelSource:
         ids = [self.ids_of(line) for _, line in prompts]
         temperatures = [sampling.temperature_of(number) for number, _ in prompts]
         for row in self.generate(ids, temperatures, sampling.max_tokens, self.stop_ids, sampling.seed):
-            line, text = prompts[row.prompt][1], self.tokenizer.decode(row.ids, skip_special_tokens=True)
+            line, text = prompts[row.prompt][1], str(self.tokenizer.decode(row.ids, skip_special_tokens=True))
             answer = {"role": "assistant", "content": text}
             write(line | {"messages": [*line["messages"], answer]} if text.strip() else None)
 
@@ -52,7 +52,7 @@ class ModelSource:
             )
         ids = [self.tokenizer.encode(before + opening, add_special_tokens=False) for before, opening in starts]
         rows = self.generate(ids, [0.9] * len(ids), 120, self.stop_ids | {stop_id}, seed)
-        return [starts[row.prompt][1] + self.tokenizer.decode(row.ids) for row in rows if row.stopped]
+        return [starts[row.prompt][1] + str(self.tokenizer.decode(row.ids)) for row in rows if row.stopped]
 
     def ids_of(self, line: Line) -> list[int]:
         """Return the token ids of a conversation with the header of the answer.
@@ -88,7 +88,7 @@ class ModelSource:
             rows = torch.tensor([[pad_id] * (length - len(prompts[i])) + prompts[i] for i in batch])
             mask = torch.tensor([[0] * (length - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
             sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-            found = self.target.generate(
+            found = self.target.generate(  # type: ignore[operator]  # a method that transformers mixes in
                 rows.to(self.target.device),
                 attention_mask=mask.to(self.target.device),
                 max_new_tokens=limit,
