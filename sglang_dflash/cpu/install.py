@@ -80,9 +80,9 @@ def at_import() -> dict[str, Any]:
 
 
 def after_load() -> dict[str, Any]:
-    """Return the stand-ins for modules that import SGLang's model runner, by target.
+    """Return the stand-ins to install after SGLang has loaded a model, by the dotted name that each one replaces.
 
-    Call this only after the model runner is imported. While it loads, these modules cannot be imported.
+    One of them wraps a method of `ModelRunner`, so the model runner must already be imported.
     """
     from sglang.srt.model_executor.model_runner import ModelRunner
 

@@ -156,7 +156,7 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
     if rope.get("rope_dim") not in (None, head_dim):
         raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} is not the head width {head_dim}; {STOCK}")
     # If rope_dim is missing, some libraries apply the target's partial_rotary_factor and mrope_section to the draft.
-    # Others do not.
+    # Others do not. So the draft's own rotation is unknown.
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0
     if (partial or "mrope_section" in rope) and rope.get("rope_dim") is None:
         raise NotSupported(

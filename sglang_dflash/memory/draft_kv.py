@@ -36,7 +36,11 @@ class DraftKV(Protocol):
     """Storage of the draft's context K/V."""
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return hooks that make SGLang count this memory; `recurrent`: the target has recurrent layers."""
+        """Return hooks that make SGLang count this memory, and for ring buffers also read the end of each prompt.
+
+        Args:
+            recurrent: the target has recurrent layers, so it needs no hook for the end of a prompt.
+        """
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
         """Return the draft's pool configuration and request table, derived from the target's."""

@@ -1,4 +1,4 @@
-"""Cost rules of captured forwards: no weight is read twice, and launches stay within a budget.
+"""Cost rules of captured forwards: no weight is read twice, and a draft's launches stay within a budget.
 
 An expanded dimension counts as one read per repetition, because a GPU's batched matrix product reads a weight again for
 every batch entry. Look-ups read only some rows and do not count. So if the embedding is also the head, only the head's

@@ -45,7 +45,7 @@ def scheduler() -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler import Scheduler
 
-    envs.SGLANG_ENABLE_WAR_BARRIER.set(True)  # CUDA's default
+    envs.SGLANG_ENABLE_WAR_BARRIER.set(True)  # always on with CUDA
     # On CUDA lengths are copied to the host on a separate stream into pinned memory; on other devices by `.cpu()`.
     install.put({"managers.overlap_utils._is_cuda": True}, _SRT)
     # An event inside the graph marks the end of a replay's reads of the scheduler's tables.

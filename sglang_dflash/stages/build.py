@@ -46,7 +46,8 @@ def build_stages(
         worker: the target's worker.
         draft: the draft's runner.
         slots: slots of the draft's context K/V.
-        states: the `State` of the widest verify, already attached, and a function that makes another width's `State`.
+        states: the `State` of the widest verify, attached to SGLang's own attention backend, and a function that makes
+            another width's `State`.
         logits: form of the logits that a verify returns, see `verified_logits`.
         ranks: arrangement of the ranks, see `OneGroup`.
         widths: verify widths.

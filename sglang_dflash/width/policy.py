@@ -193,7 +193,7 @@ class Adaptive(Policy):
             best=Decision(width, expected[rest, width]),
             look=look,
             block_s=seconds[block],
-            price_s=seconds[block] - look.expected / rate,  # minus the time of the expected tokens at the best rate
+            price_s=seconds[block] - look.expected / rate,  # time of the look, minus that of `best` for as many tokens
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
         )
 

@@ -130,7 +130,8 @@ def test_tokens_and_steps_are_plain_torchs(name: str, tmp_path: Path) -> None:
 
 def test_draft_trained_by_the_guide_is_served(tmp_path: Path) -> None:
     """Run the first two commands of docs/training.md, which take three minutes, and serve the draft."""
-    (tmp_path / "sglang_dflash").symlink_to(ROOT / "sglang_dflash")  # the guide's paths begin here
+    # Paths in the guide are relative, and begin with sglang_dflash/.
+    (tmp_path / "sglang_dflash").symlink_to(ROOT / "sglang_dflash")
     for command in guide.commands(guide.DOCS / "training.md")[:2]:
         subprocess.run(guide.in_this_environment(command), cwd=tmp_path, env=os.environ | tiny.ENV, check=True)
     case = Case("tiny_dense", str(tmp_path / "my-draft"), n_prompts=4)

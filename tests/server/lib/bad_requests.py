@@ -50,7 +50,7 @@ SAMPLING = {
 }
 SAMPLING |= {f"top_k {value}": sampling(top_k=value, temperature=1) for value in (-5, 0)}
 SAMPLING["two grammars"] = sampling(regex="[a-z]+", json_schema='{"type": "object"}')
-# Other fields of a `/generate` request.
+# Other invalid or extreme `/generate` requests.
 REQUESTS = {
     "json-broken": Bad("/generate", b'{"input_ids": [5, 6'),
     "json-list": Bad("/generate", []),

@@ -1,4 +1,7 @@
-"""Sampled verification of a draft chain must follow the sequential rule, and emit the target's distribution."""
+"""Sampled verification of a draft chain must equal a test of one draft after another.
+
+The emitted tokens must have the target's distribution.
+"""
 
 from typing import NamedTuple
 
