@@ -103,7 +103,8 @@ def table(recipes: Iterable[Recipe]) -> str:
     rows = [("recipe", "draft", *(gpu.upper() for gpu in GPUS))]
     rows += [(recipe.name, recipe.draft, *(n_cards(recipe, gpu) for gpu in GPUS)) for recipe in recipes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, "", "Numbers of cards. Requests at once: sglang-dflash docs recipes"])
 
 
 def n_cards(recipe: Recipe, gpu: str) -> str:

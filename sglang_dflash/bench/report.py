@@ -35,6 +35,7 @@ METHOD = (
     "concurrencies, per repeat. other_cores: CPU cores used meanwhile by other processes than the server and the "
     "client; absent if the server runs on another machine."
 )
+FEW_STEPS = 100  # after some tens of steps verify widths follow the text of a turn
 FLUSHED = "emptied before every turn"
 KEPT = "not emptied (no known way for this server): repeated prompts may be read from it"
 TOGETHER = "in memory together, changing after every part of the prompts"
@@ -99,6 +100,7 @@ def warnings(report: BenchReport) -> Iterator[str]:
         here = [row for row in report.rows if (row.task, row.concurrency) == (task, concurrency)]
         if len({row.n_prompt_tokens for row in here}) > 1:
             yield f"{task}, {concurrency} in flight: arms read different numbers of prompt tokens; templates differ."
+    yield from few_steps(report.widths)
     first = next(iter(report.arms))
     unequal = [line for line in report.lines if line.n_equal is not None and line.n_equal < line.n_answers]
     for name, lines in groupby(sorted(unequal, key=lambda line: line.arm), key=lambda line: line.arm):
@@ -108,6 +110,13 @@ def warnings(report: BenchReport) -> Iterator[str]:
         differ = f"answers that differ from those of {first} at the first concurrency"
         yield f"{name}: {differ}: {'; '.join(counts)} ({example})."
     yield from noise(report.rows, report.about["machine"]["cores"])
+
+
+def few_steps(turns: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a warning per arm with turns so short that verify widths were still adapting."""
+    short = [turn for turn in turns if len(turn["n_steps"]) > 1 and sum(turn["n_steps"].values()) < FEW_STEPS]
+    for name in dict.fromkeys(turn["arm"] for turn in short):
+        yield f"{name}: some turns had fewer than {FEW_STEPS} steps, in which widths still adapt; raise --num-prompts."
 
 
 def noise(rows: Sequence[Row], cores: int) -> Iterator[str]:
@@ -169,7 +178,8 @@ def markdown(arms: Sequence[str], lines: Sequence[Line]) -> str:
             committed.append([task, *(_number(mean, 2) for mean in means)])
     parts = [f"Tokens/sec (speedup over {arms[0]}, medians)", _markdown(speeds, n_left=1)]
     if len(committed) > 1:
-        parts += ["Committed tokens per step (mean over concurrencies)", _markdown(committed, n_left=1)]
+        several = len({line.concurrency for line in lines}) > 1
+        parts += ["Committed tokens per step" + several * " (mean over concurrencies)", _markdown(committed, n_left=1)]
     return "\n\n".join(parts)
 
 

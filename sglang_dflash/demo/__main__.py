@@ -15,7 +15,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from sglang_dflash.cli import Parser
-from sglang_dflash.demo.ask import questions
+from sglang_dflash.demo.ask import ask, questions
 from sglang_dflash.demo.terminal import compare, legend, summary
 from sglang_dflash.demo.web import Demo, Side, StepTrace, web_server
 from sglang_dflash.servers.errors import ServerError
@@ -114,6 +114,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         require_worker(options.arm, on)
         if options.web:
             sides = {"with": Side(on.openai(), StepTrace(trace)), "without": Side(off.openai(), None)}
+            for side in sides.values():  # a server's first request includes lazy set-up
+                ask(side.client, "Hello.", lambda step: None)
             show_page(Demo(sides, tokenizer), options.web_port, console)
         else:
             console.print(f"\nAccepted drafts {legend(console)}")

@@ -147,7 +147,9 @@ def test_later_flag_wins() -> None:
 def test_recipes_are_listed_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert recipe.main([]) == 0
     out = capsys.readouterr().out
-    title, *rows = (line.split() for line in out.splitlines())
+    title, *rows, empty, _ = (line.split() for line in out.splitlines())
+    assert empty == []
+    assert "sglang-dflash docs recipes" in out
     assert title == ["recipe", "draft", "H200", "B200"]
     cards = [[recipe_table.flags_of(one, gpu).get("--tp-size", "1") for gpu in GPUS] for one in RECIPES.values()]
     assert rows == [[one.name, one.draft, *n] for one, n in zip(RECIPES.values(), cards, strict=True)]

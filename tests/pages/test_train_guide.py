@@ -50,5 +50,5 @@ def test_arithmetic_of_a_step():
     target, draft, head = (round(part / 1e12) for part in parts)
     page = " ".join(GUIDE.read_text().split())
     assert f"a step takes {target + draft + head} TFLOP (P): the target {target}, the draft {draft} and" in page
-    assert f"the output head {head}. `--cache` saves the target's {target}." in page
+    assert f"the output head {head}. `--cache` saves the target's {target} from the second epoch on." in page
     assert f"{(layers * H * 2 + 4) / 1e3:.0f} kB a token" in page

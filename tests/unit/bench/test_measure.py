@@ -13,7 +13,7 @@ from sglang_dflash.bench import measure
 from sglang_dflash.bench.client import steps_of
 from sglang_dflash.bench.compare import Difference, differences, lead
 from sglang_dflash.bench.measure import Completion, Measurement, Spread, Steps, percentile, slices, timed
-from sglang_dflash.bench.report import markdown, noise
+from sglang_dflash.bench.report import few_steps, markdown, noise
 from sglang_dflash.bench.rows import Line, Row, means, row, summarise
 from sglang_dflash.servers.document import portable
 from sglang_dflash.tiny import pairs as tiny
@@ -254,6 +254,13 @@ def test_only_a_busy_machine_is_reported():
     assert list(noise(rows, 2)) == []
     (sentence,) = noise([*rows, replace(rows[0], other_cores=0.5)], 2)
     assert "other processes kept 0.5 of 2 cores busy" in sentence
+
+
+def test_turns_too_short_for_widths_are_reported():
+    turns = [{"arm": "ours", "n_steps": {"1": 60, "16": 40}}, {"arm": "fixed", "n_steps": {"16": 20}}]
+    assert list(few_steps(turns)) == []
+    (sentence,) = few_steps([*turns, {"arm": "ours", "n_steps": {"1": 60, "16": 39}}])
+    assert sentence.startswith("ours: some turns had fewer than 100 steps")
 
 
 def test_documents_do_not_name_this_machine():
