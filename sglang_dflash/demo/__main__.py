@@ -112,10 +112,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print("[dim]Two servers start; most of that time is SGLang importing its packages.[/]")
         wait_ready([on, off], console)
         require_worker(options.arm, on)
+        for server in (on, off):  # not shown, because a server's first request includes lazy set-up
+            ask(server.openai(), "Hello.", lambda step: None)
         if options.web:
             sides = {"with": Side(on.openai(), StepTrace(trace)), "without": Side(off.openai(), None)}
-            for side in sides.values():  # a server's first request includes lazy set-up
-                ask(side.client, "Hello.", lambda step: None)
             show_page(Demo(sides, tokenizer), options.web_port, console)
         else:
             console.print(f"\nAccepted drafts {legend(console)}")

@@ -64,8 +64,6 @@ def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> 
         ServerError: the two answers to a question differ.
     """
     with_speculation, without = on.openai(), off.openai()
-    for client in (with_speculation, without):  # not measured, because a server's first request includes lazy set-up
-        ask(client, "Hello.", lambda step: None)
     results = []
     for kind, question in questions():
         console.print(f"\n[bold]{question}[/]", highlight=False)
