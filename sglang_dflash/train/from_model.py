@@ -1,10 +1,12 @@
 """Training text from a target that Transformers runs in this process, without a server."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from random import Random
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from sglang_dflash.model.target import stop_token_ids
@@ -76,27 +78,26 @@ class ModelSource:
         """
         order = sorted(range(len(prompts)), key=lambda i: (temperatures[i], len(prompts[i])))
         batches: list[list[int]] = []
-        for i in order:
-            if not batches or len(batches[-1]) == self.at_once or temperatures[batches[-1][0]] != temperatures[i]:
-                batches.append([])
-            batches[-1].append(i)
+        for _, same in groupby(order, key=lambda i: temperatures[i]):
+            rows = list(same)
+            batches += [rows[first : first + self.at_once] for first in range(0, len(rows), self.at_once)]
         Random(seed).shuffle(batches)
         torch.manual_seed(seed)
         pad_id = min(stop_ids, default=0)
         for batch in batches:
-            length, temperature = max(len(prompts[i]) for i in batch), temperatures[batch[0]]
-            rows = torch.tensor([[pad_id] * (length - len(prompts[i])) + prompts[i] for i in batch])
-            mask = torch.tensor([[0] * (length - len(prompts[i])) + [1] * len(prompts[i]) for i in batch])
+            temperature, tokens = temperatures[batch[0]], [torch.tensor(prompts[i]) for i in batch]
+            ids_BL = pad_sequence(tokens, batch_first=True, padding_value=pad_id, padding_side="left")
+            mask_BL = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True, padding_side="left")
             sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
             found = self.target.generate(  # type: ignore[operator]  # a method that transformers mixes in
-                rows.to(self.target.device),
-                attention_mask=mask.to(self.target.device),
+                ids_BL.to(self.target.device),
+                attention_mask=mask_BL.to(self.target.device),
                 max_new_tokens=limit,
                 eos_token_id=sorted(stop_ids) or None,
                 pad_token_id=pad_id,
                 do_sample=temperature > 0,
                 **sampled,
             )
-            for i, ids in zip(batch, found[:, length:].tolist(), strict=True):
+            for i, ids in zip(batch, found[:, ids_BL.shape[1] :].tolist(), strict=True):
                 n = next((n for n, token in enumerate(ids) if token in stop_ids), None)
                 yield Continuation(i, ids[:n], n is not None)
