@@ -33,8 +33,8 @@ def read_draft(
 
     SGLang's reader needs a model type, which configs of some trainers lack. With `--trust-remote-code` it also imports
     the classes that a config's `auto_map` names, and their files are often left out of a draft. If this plugin's reader
-    rejects a draft, SGLang reads the draft, because another algorithm may serve it. A launch of
-    such a draft with DFLASH is refused by `plugin.resolve`.
+    rejects a draft, SGLang reads the draft, because another algorithm may serve it. With DFLASH,
+    `plugin.resolve` has refused such a draft before.
     """
     if (ours := own_config(model, revision)) is not None:
         return ours
@@ -64,9 +64,11 @@ def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
 
     None: the model is not a DFlash draft, SGLang's own worker is selected, or the reader rejects the file.
     """
+    if flags.current().worker is Worker.STOCK:
+        return None
     with suppress(ValueError):
         config = draft_files.read_config(model, revision)
-        if names_draft(config) and flags.current().worker is not Worker.STOCK:
+        if names_draft(config):
             return sglang_config(checkpoint.parse(config, model))
     return None
 
