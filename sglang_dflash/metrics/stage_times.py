@@ -127,6 +127,6 @@ def measured(stages: Stages, times: Timer) -> Stages:
 
 
 def time_stages(stages: Stages, device: str) -> tuple[Stages, StageTimes]:
-    """Return the stages, with measured copies of those in `STAGES`, and the recorder of their times."""
+    """Return the stages, and the recorder of their times. Measured copies replace the stages named in `STAGES`."""
     times = StageTimes(HostClock() if device == "cpu" else DeviceClock(device))
     return measured(stages, times), times

@@ -36,7 +36,7 @@ ATTENTION = {
 ALIASES = {"sm86": "sm80", "sm87": "sm80", "sm103": "sm100", "sm121": "sm120"}
 PAGE_SIZES = (1, 16)
 FP32_ATTENTION = ("triton",)  # backends that compute in fp32 on a GPU; an emulated backend always does
-# By default SGLang captures no batch sizes on a CPU. Emulating prefill graphs takes a minute, so they are disabled.
+# SGLang captures no batch sizes on a CPU by default. Emulating prefill graphs takes a minute, so they are disabled.
 EMULATION_FLAGS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "--cuda-graph-backend-prefill", "disabled")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
