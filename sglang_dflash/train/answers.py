@@ -42,11 +42,13 @@ class Source(Protocol):
             ValueError: a prompt cannot be answered. Lines that are already written remain.
         """
 
-    def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int) -> list[str]:
-        """Continue texts at temperature 0.9 until `stop`, and return those that reached it in 120 tokens.
+    def user_turns(
+        self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]
+    ) -> None:
+        """Continue texts at temperature 0.9 until `stop`, and write those that reach it in 120 tokens, in any order.
 
         Args:
-            starts: pairs of texts. The target continues both. The second, the first words of a turn, is also returned.
+            starts: pairs of texts. The target continues both. The second, the first words of a turn, is also written.
         """
 
 
@@ -76,16 +78,18 @@ def read_prompts(path: Path) -> list[Line]:
     return found
 
 
-def answered(out: Path) -> Iterator[str]:
-    """Remove an incomplete last line from the file `out`, and yield the names of the conversations in the file."""
-    if not out.exists():
-        return
-    text = out.read_text()
+def whole_lines(out: Path) -> list[str]:
+    """Remove an incomplete last line from the file `out`, and return its lines; none if there is no file."""
+    text = out.read_text() if out.exists() else ""
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         out.write_text(whole)
-    for line in whole.splitlines():
-        row = json.loads(line)
+    return whole.splitlines()
+
+
+def answered(out: Path) -> Iterator[str]:
+    """Yield the names of the conversations in the file `out`, after removing an incomplete last line."""
+    for row in map(json.loads, whole_lines(out)):
         yield name_of(row | {"messages": row["messages"][:-1]})
 
 

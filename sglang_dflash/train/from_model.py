@@ -1,6 +1,6 @@
 """Training text from a target that Transformers runs in this process, without a server."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from random import Random
 from typing import NamedTuple
@@ -46,7 +46,9 @@ class ModelSource:
             answer = {"role": "assistant", "content": text}
             write(line | {"messages": [*line["messages"], answer]} if text.strip() else None)
 
-    def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int) -> list[str]:
+    def user_turns(
+        self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]
+    ) -> None:
         stop_id, *more = self.tokenizer.encode(stop, add_special_tokens=False)
         if more:
             raise ValueError(
@@ -54,7 +56,9 @@ class ModelSource:
             )
         ids = [self.tokenizer.encode(before + opening, add_special_tokens=False) for before, opening in starts]
         rows = self.generate(ids, [0.9] * len(ids), 120, self.stop_ids | {stop_id}, seed)
-        return [starts[row.prompt][1] + str(self.tokenizer.decode(row.ids)) for row in rows if row.stopped]
+        for row in rows:
+            if row.stopped:
+                write(starts[row.prompt][1] + str(self.tokenizer.decode(row.ids)))
 
     def ids_of(self, line: Line) -> list[int]:
         """Return the token ids of a conversation with the header of the answer.

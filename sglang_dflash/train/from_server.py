@@ -1,7 +1,7 @@
 """Training text from a served target, by its OpenAI API."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from openai import APIError, AsyncOpenAI
@@ -25,13 +25,12 @@ class ServerSource:
             async for line in in_flight(work, self.at_once):
                 write(line)
 
-        try:
-            asyncio.run(run())
-        except APIError as error:
-            raise ValueError(f"{self.url} refused: {error}; answers so far are kept") from error
+        self._run(run())
 
-    def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int) -> list[str]:
-        async def run() -> list[str]:
+    def user_turns(
+        self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]
+    ) -> None:
+        async def run() -> None:
             model = await self.model()
 
             async def one(number: int, before: str, opening: str) -> str | None:
@@ -42,9 +41,17 @@ class ServerSource:
                 return opening + choice.text if choice.finish_reason == "stop" else None
 
             work = (one(number, *start) for number, start in enumerate(starts))
-            return [text async for text in in_flight(work, self.at_once) if text is not None]
+            async for text in in_flight(work, self.at_once):
+                if text is not None:
+                    write(text)
 
-        return asyncio.run(run())
+        self._run(run())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            asyncio.run(work)
+        except APIError as error:
+            raise ValueError(f"{self.url} refused: {error}; what was written is kept") from error
 
     async def model(self) -> str:
         """Return the name of the served model."""

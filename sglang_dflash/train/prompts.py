@@ -5,14 +5,13 @@ questions, which add variety. Tasks contain functions and documentation from ins
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
 
 from transformers import PreTrainedTokenizerBase
 
 from sglang_dflash.models.sources import tasks
-from sglang_dflash.train.answers import Messages, Source
+from sglang_dflash.train.answers import Messages, Source, whole_lines
 
 OPENINGS = (
     *("", "What", "How", "Why", "Who", "When", "Can you", "Write", "Write a Python function", "Write a short story"),
@@ -29,12 +28,18 @@ def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     return before, after
 
 
-def user_turns(source: Source, tokenizer: PreTrainedTokenizerBase, n: int, seed: int) -> Iterator[Messages]:
-    """Generate `n` user turns with the target, and return the distinct ones of 8 to 400 characters."""
+def user_turns(
+    source: Source, tokenizer: PreTrainedTokenizerBase, n: int, seed: int, write: Callable[[Messages], None]
+) -> None:
+    """Ask the target for `n` user turns, and write those of 8 to 400 characters when they arrive."""
     before, after = user_header(tokenizer)
     starts = [(before, OPENINGS[i % len(OPENINGS)]) for i in range(n)]
-    found = {text.strip() for text in source.user_turns(starts, after.strip().splitlines()[0], seed)}
-    return ([{"role": "user", "content": text}] for text in sorted(found) if 8 <= len(text) <= 400)
+
+    def turn(text: str) -> None:
+        if 8 <= len(text.strip()) <= 400:
+            write([{"role": "user", "content": text.strip()}])
+
+    source.user_turns(starts, after.strip().splitlines()[0], seed, turn)
 
 
 def write_prompts(
@@ -47,10 +52,26 @@ def write_prompts(
     n_tasks: int,
     seed: int,
 ) -> int:
-    """Write prompts to the file `out` in random order, one conversation per line, and return their number."""
-    written = list(user_turns(source, tokenizer, turns, seed)) if turns else []
-    found = [*written, *tasks(folders, n_tasks, seed)]
-    Random(seed).shuffle(found)
+    """Append prompts that `out` lacks, one conversation per line, and return the number of prompts in the file.
+
+    Tasks come first. An interrupted run resumes: it asks for as many user turns as the file lacks.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in found))
+    found = set(whole_lines(out))
+    asked_for = [json.dumps({"messages": messages}) for messages in tasks(folders, n_tasks, seed)]
+    n_turns = len(found - set(asked_for))
+    with out.open("a") as file:
+
+        def add(line: str) -> None:
+            if line not in found:
+                found.add(line)
+                file.write(line + "\n")
+                file.flush()
+
+        for line in asked_for:
+            add(line)
+        if turns > n_turns:
+            # Another seed than that of the turns in the file, which would be repeated.
+            options = (turns - n_turns, seed + n_turns)
+            user_turns(source, tokenizer, *options, lambda messages: add(json.dumps({"messages": messages})))
     return len(found)

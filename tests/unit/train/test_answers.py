@@ -113,8 +113,38 @@ def test_a_bad_prompt_is_named(tmp_path, second, message):
 
 
 def test_user_turns_continue_the_targets_user_header() -> None:
-    server, tokenizer = Server(), AutoTokenizer.from_pretrained(DENSE.target)
+    server, tokenizer, found = Server(), AutoTokenizer.from_pretrained(DENSE.target), []
     before, _ = prompts.user_header(tokenizer)
-    found = list(prompts.user_turns(ServerSource("", 2, server.client), tokenizer, 4, 0))
+    prompts.user_turns(ServerSource("", 2, server.client), tokenizer, 4, 0, found.append)
     assert all(body["prompt"].startswith(before) for body in server.asked)
     assert turn("What is 1, and why?") in found
+
+
+class Cut(ServerSource):
+    """A server that fails after `n` user turns."""
+
+    def user_turns(self, starts, stop, seed, write):
+        for i in range(self.at_once):
+            write(f"{starts[i][1]} question {seed + i}?")
+        if self.at_once < len(starts):
+            raise ValueError("the server is gone")
+
+
+def test_interrupted_prompts_resume(tmp_path: Path) -> None:
+    tokenizer, out, folder = AutoTokenizer.from_pretrained(DENSE.target), tmp_path / "p.jsonl", tmp_path / "code"
+    folder.mkdir()
+    (folder / "a.py").write_text("def f(a, b):\n" + "".join(f"    a = a + b * {i}\n" for i in range(9)) + "    return a\n")
+
+    def write(n: int) -> int:
+        return prompts.write_prompts(Cut("", n), tokenizer, [folder], out, turns=5, n_tasks=4, seed=7)
+
+    with pytest.raises(ValueError, match="gone"):
+        write(3)
+    first = out.read_text()
+    assert len(first.splitlines()) == 4, "one task and three turns"
+    out.write_text(first + '{"mess')
+    assert write(2) == 6
+    lines = out.read_text().splitlines()
+    assert lines[:4] == first.splitlines()
+    assert len(set(lines)) == 6
+    assert write(0) == 6, "nothing is missing"

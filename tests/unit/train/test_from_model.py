@@ -58,9 +58,10 @@ def test_answers_are_written_once(source, tmp_path: Path):
 
 
 def test_user_turns_have_8_to_400_characters(source):
-    found = [turn["content"] for (turn,) in prompts.user_turns(source, source.tokenizer, 30, 0)]
+    found = []
+    prompts.user_turns(source, source.tokenizer, 30, 0, found.append)
     assert found
-    assert all(8 <= len(text) <= 400 for text in found)
+    assert all(8 <= len(turn["content"]) <= 400 for (turn,) in found)
 
 
 def test_a_server_is_asked_for_where_text_is_parsed(source):
@@ -68,4 +69,4 @@ def test_a_server_is_asked_for_where_text_is_parsed(source):
     with pytest.raises(ValueError, match="give --server"):
         source.ids_of(line("Hi.") | {"tools": tools})
     with pytest.raises(ValueError, match="no single token; serve the target, and give --server"):
-        source.user_turns([("", "Hi")], "a stop text", 0)
+        source.user_turns([("", "Hi")], "a stop text", 0, print)
