@@ -42,9 +42,7 @@ class Source(Protocol):
             ValueError: a prompt cannot be answered. Lines that are already written remain.
         """
 
-    def user_turns(
-        self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]
-    ) -> None:
+    def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]) -> None:
         """Continue texts at temperature 0.9 until `stop`, and write those that reach it in 120 tokens, in any order.
 
         Args:

@@ -57,9 +57,9 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
         row: a line of the file: messages, optionally tools and chat_template_kwargs.
 
     Raises:
-        ValueError: the target has no chat template, the line is invalid, or the template renders earlier turns
-            differently if later ones follow.
-        TemplateError, TypeError, KeyError: the template fails on the line.
+        ValueError: the target has no chat template or it rejects the line, the line is invalid, or the template
+            renders earlier turns differently if later ones follow.
+        TypeError, KeyError: the template fails on the line.
         HostMismatch: the line has tools, and SGLang lacks a name, see `contract.check`.
     """
     if tokenizer.chat_template is None:
@@ -96,14 +96,22 @@ def rendered_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]], variables: dict[str, Any]
 ) -> str:
-    """Return the rendered chat template. If it fails with `tools`, it is rendered with their `function` objects."""
+    """Return the rendered chat template. If it fails with `tools`, it is rendered with their `function` objects.
+
+    Raises:
+        ValueError: the template rejects the messages.
+        TypeError, KeyError: the template fails on them.
+    """
 
     def applied(tools: Any) -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **variables))
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **variables))
+        except TemplateError as error:
+            raise ValueError(f"the chat template rejects the messages: {error}") from error
 
     try:
         return applied(tools or None)
-    except (TemplateError, TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError):
         if not tools:
             raise
         return applied([tool["function"] for tool in tools])

@@ -39,16 +39,14 @@ class ModelSource:
         return cls(target.eval(), AutoTokenizer.from_pretrained(path), at_once)
 
     def answer(self, prompts: Sequence[tuple[int, Line]], sampling: Sampling, write: Write) -> None:
-        ids = [self.ids_of(line) for _, line in prompts]
+        ids = [self.ids_of(line, number) for number, line in prompts]
         temperatures = [sampling.temperature_of(number) for number, _ in prompts]
         for row in self.generate(ids, temperatures, sampling.max_tokens, self.stop_ids, sampling.seed):
             line, text = prompts[row.prompt][1], str(self.tokenizer.decode(row.ids, skip_special_tokens=True))
             answer = {"role": "assistant", "content": text}
             write(line | {"messages": [*line["messages"], answer]} if text.strip() else None)
 
-    def user_turns(
-        self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]
-    ) -> None:
+    def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]) -> None:
         stop_id, *more = self.tokenizer.encode(stop, add_special_tokens=False)
         if more:
             raise ValueError(
@@ -60,17 +58,24 @@ class ModelSource:
             if row.stopped:
                 write(starts[row.prompt][1] + str(self.tokenizer.decode(row.ids)))
 
-    def ids_of(self, line: Line) -> list[int]:
+    def ids_of(self, line: Line, number: int) -> list[int]:
         """Return the token ids of a conversation with the header of the answer.
 
+        Args:
+            number: of the prompt, from 0, for the message of an error.
         Raises:
-            ValueError: the answer needs a server's parsers, because the line has tools or the target thinks.
+            ValueError: the chat template fails, or the answer needs a server's parsers, because the line has tools or
+                the target thinks.
         """
         if line.get("tools") or "think" in str(self.tokenizer.chat_template):
             raise ValueError(
                 "tool calls and reasoning are split off by a server's parsers; serve the target, and give --server"
             )
-        return self.tokenizer.encode(rendered_prompt(line, self.tokenizer), add_special_tokens=False)
+        try:
+            text = rendered_prompt(line, self.tokenizer)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"prompt {number + 1}: {error}") from error
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     @torch.inference_mode()
     def generate(

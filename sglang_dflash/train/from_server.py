@@ -27,9 +27,7 @@ class ServerSource:
 
         self._run(run())
 
-    def user_turns(
-        self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]
-    ) -> None:
+    def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]) -> None:
         async def run() -> None:
             model = await self.model()
 

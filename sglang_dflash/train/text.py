@@ -18,7 +18,6 @@ from random import Random
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from sglang_dflash.train import chat
@@ -111,7 +110,7 @@ def _jsonl_parts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[lis
             continue
         try:
             yield _parts(json.loads(line), tokenizer)
-        except (ValueError, TypeError, KeyError, TemplateError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
 
 

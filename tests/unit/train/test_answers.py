@@ -133,7 +133,9 @@ class Cut(ServerSource):
 def test_interrupted_prompts_resume(tmp_path: Path) -> None:
     tokenizer, out, folder = AutoTokenizer.from_pretrained(DENSE.target), tmp_path / "p.jsonl", tmp_path / "code"
     folder.mkdir()
-    (folder / "a.py").write_text("def f(a, b):\n" + "".join(f"    a = a + b * {i}\n" for i in range(9)) + "    return a\n")
+    (folder / "a.py").write_text(
+        "def f(a, b):\n" + "".join(f"    a = a + b * {i}\n" for i in range(9)) + "    return a\n"
+    )
 
     def write(n: int) -> int:
         return prompts.write_prompts(Cut("", n), tokenizer, [folder], out, turns=5, n_tasks=4, seed=7)

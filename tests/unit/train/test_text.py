@@ -99,7 +99,7 @@ def test_a_line_that_the_template_refuses_is_named(tmp_path):
         def apply_chat_template(self, messages, tokenize, tools, add_generation_prompt):
             raise TemplateError("roles must alternate")
 
-    with pytest.raises(ValueError, match="line 1: roles must alternate"):
+    with pytest.raises(ValueError, match="line 1: the chat template rejects the messages: roles must alternate"):
         read(tmp_path / "data.jsonl", [{"messages": [{"role": "user", "content": "a"}]}], Strict())
 
 
