@@ -35,6 +35,13 @@ class ContextKV(NamedTuple):
         return ContextKV(*(torch.cat(pair, dim=3) for pair in zip(self, new, strict=True)))
 
 
+class Norm(nn.RMSNorm):
+    """RMS norm in the dtype of its input. Under autocast PyTorch's own would leave its fused kernel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
@@ -44,8 +51,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = Norm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Norm(config.head_dim, eps=config.rms_norm_eps)
 
     def heads(self, flat: torch.Tensor) -> torch.Tensor:
         """Split heads: [..., S, heads * E] -> [..., heads, S, E]."""
@@ -101,9 +108,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
         self.attention_conv = BlockConv(config) if config.conv_kernel_size else None
         self.mlp_conv = BlockConv(config) if config.conv_kernel_size else None
@@ -129,9 +136,9 @@ class Draft(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
 
     @property

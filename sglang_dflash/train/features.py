@@ -8,7 +8,7 @@ next run continues with the missing documents.
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
@@ -23,11 +23,14 @@ from transformers import PreTrainedModel
 from sglang_dflash.model.target import target_features
 from sglang_dflash.train.loop import differing
 from sglang_dflash.train.ranks import Ranks
-from sglang_dflash.train.tokens import Rows, Tokens, stacked, text_digest
+from sglang_dflash.train.text import padded
+from sglang_dflash.train.tokens import Rows, Tokens, text_digest
 
 Reading = tuple[torch.Tensor, torch.Tensor]  # int64 [R, L], the target's argmax after each token; features [R, L, C]
 Read = Callable[[Rows], Reading]
 
+# Tokens that the target reads at once. For a vocabulary of 49,152 tokens their bf16 logits take 200 MB.
+TOKENS_AT_ONCE = 2048
 FACTS, FEATURES, CHOICES, DONE = "cache.json", "features.bin", "choices.bin", "done.bin"
 
 
@@ -120,14 +123,27 @@ class FeatureCache:
         """Run the target over the missing documents. Each process reads its share of them."""
         features_TC, choices_T, done = self._mapped
         missing = [i for i in range(ranks.rank, len(self.documents), ranks.n) if not done[i]]
-        for i in track(missing, "target reads", disable=not (ranks.is_first and missing)):
-            rows = stacked([self.documents[i]]).to(self.target.device)
-            choices_1L, features_1LC = read_rows(self.target, rows, self.layer_ids)
-            span = slice(self.first_of[i], self.first_of[i + 1])
-            features_TC[span] = features_1LC[0].cpu()
-            choices_T[span] = choices_1L[0].cpu()
-            done[i] = 1
+        batches = list(self._batches(missing))
+        for batch in track(batches, "target reads", disable=not (ranks.is_first and missing)):
+            rows = padded([self.documents[i] for i in batch], pad_id=0).to(self.target.device)
+            choices_RL, features_RLC = read_rows(self.target, rows, self.layer_ids)
+            for r, i in enumerate(batch):
+                span = slice(self.first_of[i], self.first_of[i + 1])
+                features_TC[span] = features_RLC[r, : span.stop - span.start].cpu()
+                choices_T[span] = choices_RL[r, : span.stop - span.start].cpu()
+                done[i] = 1
         ranks.wait()
+
+    def _batches(self, documents: list[int]) -> Iterator[list[int]]:
+        """Group documents of similar length: at most TOKENS_AT_ONCE tokens with padding, or one document."""
+        batch: list[int] = []
+        for i in sorted(documents, key=lambda i: len(self.documents[i].ids)):
+            if batch and (len(batch) + 1) * len(self.documents[i].ids) > TOKENS_AT_ONCE:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
 
     def read(self, rows: Rows) -> Reading:
         """Return the same as `read_rows`, but zeros for padding. Each row must be a whole document."""

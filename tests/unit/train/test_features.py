@@ -67,19 +67,19 @@ def test_an_interrupted_filling_resumes(tmp_path, target, monkeypatch):
     def counted(target, rows, layer_ids):
         if len(read) == 2:
             raise KeyboardInterrupt
-        read.append(rows.ids_RL[0, 0].item())
+        read.append(rows.ids_RL[:, 0].tolist())
         return read_rows(target, rows, layer_ids)
 
+    monkeypatch.setattr(features, "TOKENS_AT_ONCE", 12)
     monkeypatch.setattr(features, "read_rows", counted)
     with pytest.raises(KeyboardInterrupt):
         cache_of(tmp_path, target)
-    monkeypatch.undo()
     left = []
     monkeypatch.setattr(
-        features, "read_rows", lambda *args: left.append(args[1].ids_RL[0, 0].item()) or read_rows(*args)
+        features, "read_rows", lambda *args: left.append(args[1].ids_RL[:, 0].tolist()) or read_rows(*args)
     )
     cache_of(tmp_path, target)
-    assert (read, left) == ([0, 1], [2, 3, 4])
+    assert (read, left) == ([[1, 3], [0]], [[4], [2]]), "of similar length, at most 12 tokens"
 
 
 def test_processes_share_the_reading(tmp_path, target):
