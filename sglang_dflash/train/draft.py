@@ -26,7 +26,7 @@ from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
 from sglang_dflash.train.ranks import ALONE, Ranks
 from sglang_dflash.train.sizes import Second
-from sglang_dflash.train.start import initialised, start_from
+from sglang_dflash.train.start import RANDOM, start
 from sglang_dflash.train.tokens import Rows
 
 # Number of random tokens that each step scores if it does not score the whole vocabulary. In 50 steps about as many
@@ -53,7 +53,7 @@ class Settings:
     n_anchors: int = 32  # blocks per row
     gamma: float | None = None  # decay of the loss weights along the block, in slots; None: `default_gamma`
     seed: int = 0
-    from_target: bool = False  # start from the target's last layers, where names and shapes agree
+    start: str = RANDOM  # initial weights, see `start.start`
     eval_tokens: int = 64  # tokens per answer when acceptance is measured
 
 
@@ -245,15 +245,15 @@ def train_draft(
         read: function that returns the target's argmax tokens and features; None: the target reads the rows in every
             step.
     Raises:
-        ValueError: `out` contains the checkpoint of another run, or the target cannot undo rejected tokens.
+        ValueError: `out` contains the checkpoint of another run, the target cannot undo rejected tokens, or
+            `settings.start` is a draft of other sizes.
     """
     if data.prompts:
         require_undo(target, config)
     torch.manual_seed(settings.seed)
     target.requires_grad_(False).eval()
-    draft = initialised(DraftModel(config)).to(target.device)
-    if settings.from_target:
-        start_from(draft, target)
+    draft = DraftModel(config).to(target.device)
+    started = start(draft, target, settings.start)
     run = DraftRun(
         draft,
         target,
@@ -277,7 +277,7 @@ def train_draft(
             "n_anchors": settings.n_anchors,
             "gamma": run.gamma,
             "seed": settings.seed,
-            "from_target": settings.from_target,
+            "start": started,
             "scored": "all" if data.frequent is None else len(data.frequent),
         },
         ranks=ranks,

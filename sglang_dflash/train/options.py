@@ -77,9 +77,8 @@ def _add_shape(add: Add) -> None:
 def _add_course(add: Add) -> None:
     add(
         "--start",
-        choices=("target", "random"),
         default="target",
-        help="initial weights: those of the target's last layers, or noise",
+        help="initial weights: target (its last layers), random, or the folder of a draft to train further",
     )
     add("--steps", type=int, default=10_000, help="training steps")
     add("--learning-rate", type=float, default=6e-4, help="highest learning rate, after the warm-up")

@@ -79,7 +79,7 @@ def run_draft(args: argparse.Namespace) -> None:
             data,
             recipe_of(args),
             out=args.out,
-            settings=Settings(args.anchors, args.gamma, args.seed, args.start == "target", args.eval_tokens),
+            settings=Settings(args.anchors, args.gamma, args.seed, args.start, args.eval_tokens),
             read=cache.read if cache else None,
             ranks=ranks,
         )

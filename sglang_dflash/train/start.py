@@ -1,10 +1,49 @@
-"""Initial weights of a draft: random, or the target's last layers."""
+"""Initial weights of a draft: random, the target's last layers, or another draft's."""
+
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from sglang_dflash.draft.record import SECOND
 from sglang_dflash.model import DraftModel
+from sglang_dflash.train.features import weights_digest
+from sglang_dflash.train.loop import differing
+
+RANDOM, TARGET = "random", "target"
+FREE = ("block_size", "dtype", "max_position_embeddings")  # fields in which the other draft may differ
+
+
+def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
+    """Initialise a draft, and return a name of its weights: `random`, `target`, or a digest of the other draft's.
+
+    Args:
+        source: `random`, `target`, or the folder or hub name of another draft. A DFlash 2 draft may start from a DFlash
+            draft: its additions have no effect yet.
+
+    Raises:
+        ValueError: the other draft has other sizes or feature layers.
+        FileNotFoundError: there is no such draft.
+    """
+    initialised(draft)
+    if source == TARGET:
+        start_from(draft, target)
+    if source in (RANDOM, TARGET):
+        return source
+    other = DraftModel.from_pretrained(source, dtype=torch.float32)
+    free = FREE if other.candidate_selector else (*FREE, "architectures", *SECOND)
+    fixed, wanted = (
+        {
+            name: value
+            for name, value in (fields | fields["dflash_config"]).items()
+            if name not in ("dflash_config", *free)
+        }
+        for fields in (other.config.to_json(), draft.config.to_json())
+    )
+    if unlike := differing(fixed, wanted):
+        raise ValueError(f"--start {source} is a draft of other sizes ({unlike}); give its sizes, or another --start")
+    draft.load_state_dict(other.state_dict(), strict=False)
+    return weights_digest(other)
 
 
 def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:

@@ -11,9 +11,10 @@ import sglang_dflash
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.model import DraftConfig, DraftModel
 from sglang_dflash.train.draft import Data, DraftRun, Settings, draft_config_for, train_draft
-from sglang_dflash.train.features import read_rows
+from sglang_dflash.train.features import read_rows, weights_digest
 from sglang_dflash.train.loop import CHECKPOINT, TrainRecipe
-from sglang_dflash.train.start import initialised, start_from
+from sglang_dflash.train.sizes import Second
+from sglang_dflash.train.start import initialised, start, start_from
 from sglang_dflash.train.text import padded
 from sglang_dflash.train.tokens import Tokens
 
@@ -70,13 +71,13 @@ def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
     data = Data(lambda step: some_rows(), held_out=[some_rows()], prompts=[], facts={})
     train_draft(target, config, data, recipe, out=tmp_path, settings=Settings(eval_tokens=4))
     torch.manual_seed(0)
-    start = initialised(DraftModel(config)).state_dict()["norm.weight"]
+    before = initialised(DraftModel(config)).state_dict()["norm.weight"]
     master = torch.load(tmp_path / CHECKPOINT, weights_only=True)["module"]["norm.weight"]
     saved = DraftModel.from_pretrained(tmp_path).state_dict()["norm.weight"]
     assert master.dtype == torch.float32
-    assert not torch.equal(master, start)
+    assert not torch.equal(master, before)
     assert saved.dtype == torch.bfloat16
-    assert torch.equal(saved, start.bfloat16())
+    assert torch.equal(saved, before.bfloat16())
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +184,24 @@ def test_a_draft_starts_with_the_targets_last_layers():
     hidden = draft(output.hidden_states[4][:, None, -1:], draft.context_kv(features[:, :-1]), torch.tensor([[11]]))
     like = target.model.norm(output.hidden_states[5][:, -1])
     torch.testing.assert_close(hidden[0, 0], like, atol=1e-4, rtol=1e-4)
+
+
+def test_a_draft_starts_with_another(tmp_path):
+    target, sizes = make_target(), {"n_layers": 2, "mask_token_id": 63, "target_layer_ids": (1, 3)}
+    other = initialised(DraftModel(draft_config_for(target, block_size=4, **sizes)), std=0.3)
+    other.save_pretrained(tmp_path)
+    for second in (None, Second(selector_rank=4, selector_top_k=2, conv_group_size=8)):
+        draft = DraftModel(draft_config_for(target, block_size=8, second=second, **sizes))
+        assert start(draft, target, str(tmp_path)) == weights_digest(other)
+        embeddings, context = torch.randn(1, 1, 8, 32), torch.randn(1, 5, 64)
+        found, want = (one(embeddings, one.context_kv(context), torch.tensor([[5]])) for one in (draft, other))
+        torch.testing.assert_close(found, want)
+    draft.save_pretrained(tmp_path / "second")
+    for folder, change, found in (
+        (tmp_path, {"n_layers": 3}, "num_hidden_layers 2, now 3"),
+        (tmp_path, {"target_layer_ids": (2, 3)}, r"target_layer_ids \[1, 3\], now \[2, 3\]"),
+        (tmp_path / "second", {}, "selector_rank 4, now unset"),
+    ):
+        draft = DraftModel(draft_config_for(target, block_size=8, **sizes | change))
+        with pytest.raises(ValueError, match=f"is a draft of other sizes .*{found}.*; give its sizes"):
+            start(draft, target, str(folder))
