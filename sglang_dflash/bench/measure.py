@@ -97,10 +97,10 @@ def joined(runs: Sequence[Measurement]) -> Measurement:
 
 
 def slices(n_prompts: int, concurrency: int) -> list[slice]:
-    """Split the prompts of a run into parts, between which the arms change.
+    """Split the prompts of a run into parts. Every arm answers a part before the next part begins.
 
-    Parts are short, because the machine's speed may change within seconds. They are long enough that the first and last
-    requests of a part, which run with less than full concurrency, have little weight.
+    Parts are short, because the machine's speed may change within seconds. They are long enough that the end of a part,
+    where fewer than `concurrency` requests are in flight, has little weight.
     """
     size = max(LEAST, TURNOVER * concurrency)
     return [slice(start, start + size) for start in range(0, n_prompts, size)]

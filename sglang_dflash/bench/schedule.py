@@ -30,8 +30,10 @@ class Schedule:
 
     Attributes:
         concurrency: numbers of requests in flight that are measured.
-        together: all arms are in memory, and change after every part of the prompts.
-        short_turns: a part has few prompts (`slices`), so that arms run under equal conditions. Else it has all.
+        together: all arms are in memory, and every arm answers a part of the prompts before the next part begins.
+            False: one arm at a time is in memory, and answers all prompts.
+        short_turns: with `together`, a part has few prompts (`slices`), so that arms run under equal conditions. False:
+            it has all prompts of a task.
         latency: in the first repeat all prompts are also sent as streaming requests.
         tie_gap: in nats. Answers must be equal except for near ties within this gap (`compare.py`). None: answers may
             differ.

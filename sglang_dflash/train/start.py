@@ -19,7 +19,7 @@ def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
 
     Args:
         source: `random`, `target`, or the folder or hub name of another draft. A DFlash 2 draft may start from a DFlash
-            draft: its additions have no effect yet.
+            draft. DFlash 2's additions have no effect then.
 
     Raises:
         ValueError: the other draft has other sizes or feature layers.

@@ -101,7 +101,7 @@ def test_several_tokenizer_processes_refuse_too(server: Callable, off: Server) -
 
 
 def test_turns_of_a_session_are_checked(ours: Server) -> None:
-    """Check the token ids of every turn. A turn may have no tokens if the session has some."""
+    """Token ids are checked in every turn of a session. Its first turn must have tokens."""
 
     session = httpx.post(f"{ours.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=60).json()
     for ids, status in (([], 400), ([5, 1024], 400), (PROMPT, 200), ([1024], 400), ([8, 9], 200)):

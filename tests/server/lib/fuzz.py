@@ -1,8 +1,8 @@
 """Random requests, valid and invalid, for two servers that must answer alike. Hypothesis draws and shrinks them.
 
-A request is drawn field by field. In one of four draws of sampling parameters, or of other fields, a value of `ODD`,
-mostly invalid, replaces one value. Some prompts and fields are invalid too (`odd_prompts`, `ODD_FIELDS`). One to eight
-requests are sent at once, so that they share batches.
+A request is drawn field by field. Its sampling parameters are one group of fields, all other fields another. In one of
+four draws of a group, a value of `ODD` replaces one value; most of `ODD` is invalid. Some prompts and fields are
+invalid too (`odd_prompts`, `ODD_FIELDS`). One to eight requests are sent at once, so that they share batches.
 """
 
 import json
