@@ -1,6 +1,5 @@
 """Initial weights of a draft: random, the target's last layers, or another draft's."""
 
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
