@@ -62,11 +62,11 @@ class DraftModel(Draft):
         draft.requires_grad_(False)
         return draft.to(device=device, dtype=dtype).eval()
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors, in the parameters' dtype, creating the folder."""
-        folder = Path(folder)
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write config.json and model.safetensors, creating the folder; `dtype`: None for the parameters' own."""
+        folder, dtype = Path(folder), dtype or self.dtype
         folder.mkdir(parents=True, exist_ok=True)
-        config = replace(self.config, dtype=str(self.dtype).removeprefix("torch."))
+        config = replace(self.config, dtype=str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in self.state_dict().items()}
         files.write_tensors(folder, tensors, save_file)

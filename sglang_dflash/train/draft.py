@@ -239,7 +239,7 @@ def train_draft(
     ranks: Ranks = ALONE,
     stop_after: int | None = None,
 ) -> DraftModel:
-    """Train a draft, resuming from `out`, and save it there in the target's dtype. Returns the draft in fp32.
+    """Train a draft, resuming from `out`, and return it in fp32. Each checkpoint also saves it, in the target's dtype.
 
     Args:
         read: function that returns the target's argmax tokens and features; None: the target reads the rows in every
@@ -270,6 +270,7 @@ def train_draft(
         folder=out,
         name="draft",
         report=lambda: run.report(data),
+        save=lambda: draft.save_pretrained(out, dtype=target.dtype),
         facts=data.facts
         | {
             "target": weights_digest(target),
@@ -283,10 +284,6 @@ def train_draft(
         ranks=ranks,
         stop_after=stop_after,
     )
-    if ranks.is_first:
-        saved = DraftModel(config).to(target.dtype)
-        saved.load_state_dict(draft.state_dict())
-        saved.save_pretrained(out)
     ranks.wait()
     return draft
 

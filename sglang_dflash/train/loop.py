@@ -161,6 +161,7 @@ def train(
     folder: Path,
     name: str,
     report: Callable[[], Report] = dict,
+    save: Callable[[], None] = lambda: None,
     facts: Mapping[str, Any] | None = None,
     ranks: Ranks = ALONE,
     stop_after: int | None = None,
@@ -171,6 +172,7 @@ def train(
         loss_at: returns a step's scalar loss, with gradients. It must depend only on the step and the weights.
         name: text shown in the progress bar and in reports.
         report: called every `recipe.report_every` steps and at the end; its numbers are printed and logged.
+        save: called by the first process before each checkpoint.
         facts: further settings on which the run depends, of plain types. A checkpoint with other settings is rejected.
         ranks: processes of the run. The batch's loss is the mean of their losses.
         stop_after: step after which a checkpoint is written and the run stops early; the schedule is unchanged.
@@ -199,6 +201,7 @@ def train(
                 run.losses.clear()
                 module.train()
             if ranks.is_first and (run.step % recipe.save_every == 0 or run.step == last):
+                save()
                 run.save(checkpoint, facts)
     module.eval()
 

@@ -101,7 +101,7 @@ def _add_course(add: Add) -> None:
 
 
 def _add_watch(add: Add) -> None:
-    add("--save-every", type=int, default=200, help="steps between checkpoints")
+    add("--save-every", type=int, default=200, help="steps between checkpoints; each also saves the draft")
     add("--report-every", type=int, default=100, help="steps between evaluations")
     add("--eval-prompts", type=int, default=8, help="held-out prompts to answer in an evaluation")
     add("--eval-tokens", type=int, default=64, help="tokens of each of these answers")

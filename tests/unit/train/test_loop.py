@@ -76,6 +76,12 @@ def test_save_and_report_intervals_may_change(tmp_path):
     assert equal(run(tmp_path / "cut", replace(RECIPE, save_every=1, report_every=1)), run(tmp_path / "whole"))
 
 
+def test_the_model_is_saved_before_each_checkpoint(tmp_path):
+    found = []
+    run(tmp_path, save=lambda: found.append((tmp_path / CHECKPOINT).exists()), stop_after=5)
+    assert found == [False, True, True]
+
+
 def test_reports_come_at_intervals_and_at_the_end(tmp_path, capsys):
     numbers = {"tokens_per_step": 2.5, "accepted_at_slot": [0.9, 0.6]}
     run(tmp_path, TrainRecipe(steps=5, learning_rate=0.1, report_every=2), report=lambda: numbers)
