@@ -96,7 +96,7 @@ def download(work: Path) -> Path:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write a GGUF file to the folder `out`, as configurations, model.safetensors and tokenizer."""
+    """Convert a GGUF file to a checkpoint in the folder `out`: configurations, model.safetensors and tokenizer."""
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = llama_config(fields)

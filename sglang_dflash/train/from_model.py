@@ -39,7 +39,12 @@ class ModelSource:
         return cls(target.eval(), AutoTokenizer.from_pretrained(path), at_once)
 
     def answer(self, prompts: Sequence[tuple[int, Line]], sampling: Sampling, write: Write) -> None:
-        ids = [self.ids_of(line, number) for number, line in prompts]
+        ids = []
+        for number, line in prompts:
+            try:
+                ids.append(self.ids_of(line))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"prompt {number + 1}: {error}") from error
         temperatures = [sampling.temperature_of(number) for number, _ in prompts]
         for row in self.generate(ids, temperatures, sampling.max_tokens, self.stop_ids, sampling.seed):
             line, text = prompts[row.prompt][1], str(self.tokenizer.decode(row.ids, skip_special_tokens=True))
@@ -58,24 +63,19 @@ class ModelSource:
             if row.stopped:
                 write(starts[row.prompt][1] + str(self.tokenizer.decode(row.ids)))
 
-    def ids_of(self, line: Line, number: int) -> list[int]:
+    def ids_of(self, line: Line) -> list[int]:
         """Return the token ids of a conversation with the header of the answer.
 
-        Args:
-            number: of the prompt, from 0, for the message of an error.
         Raises:
-            ValueError: the chat template fails, or the answer needs a server's parsers, because the line has tools or
-                the target thinks.
+            ValueError: the chat template rejects the line, or the answer needs a server's parsers, because the line has
+                tools or the target thinks.
+            TypeError, KeyError: the chat template fails on the line.
         """
         if line.get("tools") or "think" in str(self.tokenizer.chat_template):
             raise ValueError(
                 "tool calls and reasoning are split off by a server's parsers; serve the target, and give --server"
             )
-        try:
-            text = rendered_prompt(line, self.tokenizer)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"prompt {number + 1}: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(rendered_prompt(line, self.tokenizer), add_special_tokens=False)
 
     @torch.inference_mode()
     def generate(

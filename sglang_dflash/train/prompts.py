@@ -54,7 +54,7 @@ def write_prompts(
 ) -> int:
     """Append prompts that `out` lacks, one conversation per line, and return the number of prompts in the file.
 
-    Tasks come first. An interrupted run resumes: it asks for as many user turns as the file lacks.
+    Tasks come first. A run repeated with the same options resumes: it asks for as many user turns as the file lacks.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     found = set(whole_lines(out))

@@ -160,7 +160,7 @@ def undecided(pair: Pair) -> list[int]:
 
 
 def texts(pair: Pair, prompt: list[int], sampling: dict) -> dict[tuple[int, ...], float]:
-    """Return the triples of next tokens that have a probability of at least 0.01, and this probability."""
+    """Return the triples of next tokens with a probability of at least 0.01, each with its probability."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer = {}

@@ -26,7 +26,7 @@ def line(text: str) -> answers.Line:
 
 
 def test_greedy_rows_equal_single_prompts(source):
-    asked = [source.ids_of(line(text), 0) for text in QUESTIONS]
+    asked = [source.ids_of(line(text)) for text in QUESTIONS]
     found = {row.prompt: row for row in source.generate(asked, [0.0] * 4, LIMIT, source.stop_ids, 0)}
     assert sorted(found) == [0, 1, 2, 3]
     assert len({row.stopped for row in found.values()}) == 2, "both ends occur"
@@ -38,7 +38,7 @@ def test_greedy_rows_equal_single_prompts(source):
 
 def test_temperatures_of_a_mix_are_kept_apart(source):
     """Greedy rows do not depend on the seed. Sampled rows do."""
-    asked = [source.ids_of(line(text), 0) for text in QUESTIONS]
+    asked = [source.ids_of(line(text)) for text in QUESTIONS]
     runs = [
         {row.prompt: row.ids for row in source.generate(asked, [0.0, 2.0, 0.0, 2.0], 8, set(), seed)}
         for seed in (0, 0, 1)
@@ -67,7 +67,7 @@ def test_user_turns_have_8_to_400_characters(source):
 def test_a_server_is_asked_for_where_text_is_parsed(source):
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(ValueError, match="give --server"):
-        source.ids_of(line("Hi.") | {"tools": tools}, 0)
+        source.ids_of(line("Hi.") | {"tools": tools})
     with pytest.raises(ValueError, match="no single token; serve the target, and give --server"):
         source.user_turns([("", "Hi")], "a stop text", 0, print)
 
@@ -77,4 +77,4 @@ def test_a_prompt_that_the_template_rejects_is_named(source):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     strict = ModelSource(source.target, tokenizer, 3)
     with pytest.raises(ValueError, match="prompt 2: the chat template rejects the messages: roles must alternate"):
-        strict.ids_of(line("Hi."), 1)
+        strict.answer([(1, line("Hi."))], answers.Sampling(), print)

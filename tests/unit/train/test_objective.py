@@ -39,7 +39,7 @@ def make_pair(make_target, second=None):
     config = draft_config_for(target, **sizes, second=second)
     draft = initialised(DraftModel(config), std=0.3)
     for name, parameter in draft.named_parameters():
-        if "_conv." in name or "codebook" in name:  # as initialised they have no effect
+        if "_conv." in name or "codebook" in name:  # without effect as initialised, so drawn here
             torch.nn.init.normal_(parameter, std=0.3)
     return draft, target
 
