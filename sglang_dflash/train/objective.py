@@ -128,7 +128,7 @@ def head_of(target: PreTrainedModel, tokens: torch.Tensor | None = None) -> Head
     if tokens is None:
         return Head(head.weight, head.bias, None)
     tokens = tokens.unique()
-    return Head(head.weight[tokens], None if head.bias is None else head.bias[tokens], tokens)
+    return Head(head.weight.index_select(0, tokens), None if head.bias is None else head.bias[tokens], tokens)
 
 
 def candidate_scores(
