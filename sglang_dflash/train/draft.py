@@ -1,7 +1,7 @@
 """Training of a DFlash draft: the target reads text, and the draft learns to predict the target's next tokens.
 
 For a bf16 target the forward runs in bf16. Weights, gradients and AdamW's moments stay fp32, because bf16 would round
-small updates away. The draft is saved in the target's dtype.
+small updates away.
 """
 
 from collections.abc import Callable, Sequence
@@ -235,13 +235,15 @@ def train_draft(
     *,
     out: Path,
     settings: Settings,
+    dtype: torch.dtype,
     read: Read | None = None,
     ranks: Ranks = ALONE,
     stop_after: int | None = None,
 ) -> DraftModel:
-    """Train a draft, resuming from `out`, and return it in fp32. Each checkpoint also saves it, in the target's dtype.
+    """Train a draft, resuming from `out`, and return it in fp32. Each checkpoint also saves it.
 
     Args:
+        dtype: dtype of the saved draft.
         read: function that returns the target's argmax tokens and features; None: the target reads the rows in every
             step.
     Raises:
@@ -270,7 +272,7 @@ def train_draft(
         folder=out,
         name="draft",
         report=lambda: run.report(data),
-        save=lambda: draft.save_pretrained(out, dtype=target.dtype),
+        save=lambda: draft.save_pretrained(out, dtype=dtype),
         facts=data.facts
         | {
             "target": weights_digest(target),

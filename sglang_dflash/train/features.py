@@ -53,15 +53,22 @@ def weights_digest(module: nn.Module) -> str:
 
 
 class FeatureCache:
-    """Choices and features of documents, in memory-mapped files of `folder`."""
+    """Choices and features of documents, in memory-mapped files of `folder`. Features are stored in `dtype`."""
 
     def __init__(
-        self, folder: Path, documents: Sequence[Tokens], target: PreTrainedModel, layer_ids: Sequence[int]
+        self,
+        folder: Path,
+        documents: Sequence[Tokens],
+        target: PreTrainedModel,
+        layer_ids: Sequence[int],
+        *,
+        dtype: torch.dtype,
     ) -> None:
         self.folder = folder
         self.documents = documents
         self.target = target
         self.layer_ids = tuple(layer_ids)
+        self.dtype = dtype
         self.first_of = [0, *accumulate(len(document.ids) for document in documents)]
         self.feature_size = len(self.layer_ids) * target.config.get_text_config().hidden_size
 
@@ -70,7 +77,7 @@ class FeatureCache:
         """Return the sizes of the files in bytes, by name."""
         n_tokens = self.first_of[-1]
         return {
-            FEATURES: n_tokens * self.feature_size * self.target.dtype.itemsize,
+            FEATURES: n_tokens * self.feature_size * self.dtype.itemsize,
             CHOICES: n_tokens * torch.int32.itemsize,
             DONE: len(self.documents),
         }
@@ -82,7 +89,7 @@ class FeatureCache:
             "target": weights_digest(self.target),
             "text": text_digest(self.documents),
             "target_layer_ids": list(self.layer_ids),
-            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
         }
 
     def prepare(self, say: Callable[[str], None]) -> None:
@@ -107,7 +114,7 @@ class FeatureCache:
         free = shutil.disk_usage(self.folder).free
         say(
             f"cache {self.folder}: {self.first_of[-1]:,} tokens x ({self.feature_size:,} features x "
-            f"{self.target.dtype.itemsize} bytes + 4) = {shown_bytes(n_bytes)}; {shown_bytes(free)} are free"
+            f"{self.dtype.itemsize} bytes + 4) = {shown_bytes(n_bytes)}; {shown_bytes(free)} are free"
         )
         if n_bytes > free:
             raise ValueError(
@@ -148,7 +155,7 @@ class FeatureCache:
     def read(self, rows: Rows) -> Reading:
         """Return the same as `read_rows`, but zeros for padding. Each row must be a whole document."""
         features_TC, choices_T, _ = self._mapped
-        features_RLC = torch.zeros(*rows.ids_RL.shape, self.feature_size, dtype=self.target.dtype)
+        features_RLC = torch.zeros(*rows.ids_RL.shape, self.feature_size, dtype=self.dtype)
         choices_RL = torch.zeros(rows.ids_RL.shape, dtype=torch.int64)
         for r, document in enumerate(rows.document_R.tolist()):
             span = slice(self.first_of[document], self.first_of[document + 1])
@@ -158,7 +165,7 @@ class FeatureCache:
 
     @cached_property
     def _mapped(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dtypes = {FEATURES: self.target.dtype, CHOICES: torch.int32, DONE: torch.uint8}
+        dtypes = {FEATURES: self.dtype, CHOICES: torch.int32, DONE: torch.uint8}
         features, choices, done = (
             torch.from_file(str(self.folder / name), shared=True, size=self.sizes[name] // dtype.itemsize, dtype=dtype)
             for name, dtype in dtypes.items()

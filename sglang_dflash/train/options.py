@@ -97,7 +97,12 @@ def _add_course(add: Add) -> None:
     add("--seed", **SEED)
     add("--cache", type=Path, help="folder to keep the target's features in (default: the target reads every epoch)")
     add("--device", help=DEVICE_HELP)
-    add("--dtype", choices=DTYPES, default="bf16", help="of target, forward and saved draft; weights train in fp32")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="bf16",
+        help="of saved draft, cached features and the forward, which is fp32 on a CPU without bf16 instructions",
+    )
 
 
 def _add_watch(add: Add) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from random import Random
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from sglang_dflash.models.processor import fastest_dtype
 from sglang_dflash.tiny import corpus
 from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
@@ -55,8 +56,7 @@ def run_draft(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--rows {args.rows} cannot be shared evenly by {ranks.n} processes; give a multiple of {ranks.n}"
             )
-        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=TORCH_DTYPES[args.dtype])
-        torch.nn.Module.to(target, device)
+        target = load_target(args.target, TORCH_DTYPES[args.dtype], device)
         config = draft_config_for(
             target,
             n_layers=args.layers,
@@ -65,7 +65,8 @@ def run_draft(args: argparse.Namespace) -> None:
             target_layer_ids=args.target_layer_ids,
             second=second_of(args),
         )
-        cache = FeatureCache(args.cache, documents, target, config.target_layer_ids) if args.cache else None
+        layer_ids, dtype = config.target_layer_ids, TORCH_DTYPES[args.dtype]
+        cache = FeatureCache(args.cache, documents, target, layer_ids, dtype=dtype) if args.cache else None
         if ranks.is_first:
             print(plan(args, batches))
             if cache:
@@ -80,11 +81,20 @@ def run_draft(args: argparse.Namespace) -> None:
             recipe_of(args),
             out=args.out,
             settings=Settings(args.anchors, args.gamma, args.seed, args.start, args.eval_tokens),
+            dtype=dtype,
             read=cache.read if cache else None,
             ranks=ranks,
         )
         if ranks.is_first:
             print(f"saved {args.out}")
+
+
+def load_target(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a target that computes in `dtype`; in fp32 on a CPU that has no instructions for bf16."""
+    dtype = torch.float32 if device.type == "cpu" and fastest_dtype() == torch.float32 else dtype
+    target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    torch.nn.Module.to(target, device)
+    return target
 
 
 def plan(args: argparse.Namespace, batches: Batches) -> str:

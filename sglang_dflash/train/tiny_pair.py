@@ -238,8 +238,8 @@ def make_draft(
         facts={},
     )
     recipe = recipe or DRAFT_RECIPES[kind]
-    draft = train_draft(target, config, data, recipe, out=folder, settings=Settings(seed=seed, eval_tokens=32))
-    draft.to(torch.bfloat16).save_pretrained(folder)
+    settings = Settings(seed=seed, eval_tokens=32)
+    train_draft(target, config, data, recipe, out=folder, dtype=torch.bfloat16, settings=settings)
 
 
 def draft_folder(*, second: bool) -> str:

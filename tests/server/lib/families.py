@@ -208,7 +208,16 @@ def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
     data = Data(rows_at=lambda step: rows, held_out=[rows], prompts=[], facts={})
     reading = read_rows(target, rows, FEATURE_LAYERS)  # read once: every step trains on the same rows
     settings = Settings(n_anchors=16)
-    train_draft(target, draft_config(), data, RECIPE, out=pair.draft, settings=settings, read=lambda rows: reading)
+    train_draft(
+        target,
+        draft_config(),
+        data,
+        RECIPE,
+        out=pair.draft,
+        settings=settings,
+        dtype=target.dtype,
+        read=lambda rows: reading,
+    )
     return pair, rows.ids_RL[:, :N_PROMPT].tolist()
 
 

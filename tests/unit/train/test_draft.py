@@ -69,7 +69,7 @@ def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
     config = config_for(target)
     recipe = TrainRecipe(steps=3, learning_rate=1e-7, warmup_steps=0, weight_decay=0.0)
     data = Data(lambda step: some_rows(), held_out=[some_rows()], prompts=[], facts={})
-    train_draft(target, config, data, recipe, out=tmp_path, settings=Settings(eval_tokens=4))
+    train_draft(target, config, data, recipe, out=tmp_path, dtype=target.dtype, settings=Settings(eval_tokens=4))
     torch.manual_seed(0)
     before = initialised(DraftModel(config)).state_dict()["norm.weight"]
     master = torch.load(tmp_path / CHECKPOINT, weights_only=True)["module"]["norm.weight"]

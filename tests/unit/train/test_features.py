@@ -27,7 +27,7 @@ def target():
 
 
 def cache_of(folder, target, documents=DOCUMENTS, layers=LAYERS, lines=None) -> FeatureCache:
-    cache = FeatureCache(folder, documents, target, layers)
+    cache = FeatureCache(folder, documents, target, layers, dtype=target.dtype)
     cache.prepare(say=(lines if lines is not None else []).append)
     cache.fill(ALONE)
     return cache
@@ -83,7 +83,7 @@ def test_an_interrupted_filling_resumes(tmp_path, target, monkeypatch):
 
 
 def test_processes_share_the_reading(tmp_path, target):
-    cache = FeatureCache(tmp_path, DOCUMENTS, target, LAYERS)
+    cache = FeatureCache(tmp_path, DOCUMENTS, target, LAYERS, dtype=torch.float32)
     cache.prepare(say=[].append)
     done = cache._mapped[2]
     for rank, now in ((0, [1, 0, 1, 0, 1]), (1, [1, 1, 1, 1, 1])):
@@ -122,3 +122,14 @@ def test_one_changed_value_changes_the_digest(target):
 
 def test_bytes_are_shown_in_units():
     assert [shown_bytes(n) for n in (999, 1000, 12_345_678_901)] == ["999 bytes", "1.0 kB", "12.3 GB"]
+
+
+def test_features_are_stored_in_the_given_dtype(tmp_path, target):
+    cache = FeatureCache(tmp_path, DOCUMENTS, target, LAYERS, dtype=torch.bfloat16)
+    cache.prepare(say=[].append)
+    cache.fill(ALONE)
+    (rows,) = Batches(DOCUMENTS[:2], n_rows=1, pad_id=0, seed=0).held_out
+    _, want_RLC = read_rows(target, rows, LAYERS)
+    _, features_RLC = cache.read(rows)
+    assert (target.dtype, features_RLC.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(features_RLC.float(), want_RLC, atol=0, rtol=2**-8)
