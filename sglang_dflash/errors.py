@@ -1,7 +1,8 @@
 """Errors of this package. A message is one sentence: the input, the value found and the cure.
 
 Wrong input (a bad checkpoint, a contradictory flag) raises ValueError. Valid input that this plugin cannot serve
-exactly raises NotSupported. An SGLang that this version does not fit raises HostMismatch.
+exactly raises NotSupported. A model that cannot be downloaded raises NoModelError. An SGLang that this version does not
+fit raises HostMismatch.
 """
 
 # Cure in error messages about launches that SGLang's own worker may be able to serve.
@@ -10,6 +11,10 @@ STOCK = "set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker"
 
 class NotSupported(ValueError):
     """Error for valid input that this version of the plugin cannot serve exactly."""
+
+
+class NoModelError(RuntimeError):
+    """Error for a model that is not available on this machine."""
 
 
 class HostMismatch(RuntimeError):

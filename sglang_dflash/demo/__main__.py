@@ -15,7 +15,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from sglang_dflash.cli import Parser
-from sglang_dflash.demo.ask import ask, questions
+from sglang_dflash.demo.ask import ask
+from sglang_dflash.demo.pairs import Show, chosen
 from sglang_dflash.demo.terminal import compare, legend, summary
 from sglang_dflash.demo.web import Demo, Side, StepTrace, web_server
 from sglang_dflash.servers.errors import ServerError
@@ -23,7 +24,7 @@ from sglang_dflash.servers.ports import HOST, free_port, port_is_free
 from sglang_dflash.servers.progress import wait_ready
 from sglang_dflash.servers.server import Server, end_on_sigterm
 from sglang_dflash.tiny import pairs as tiny
-from sglang_dflash.tiny.pairs import Arm, Pair, require_worker
+from sglang_dflash.tiny.pairs import Arm, require_worker
 
 LOGS = Path(gettempdir()) / "sglang-dflash"
 DESCRIPTION = (
@@ -31,9 +32,9 @@ DESCRIPTION = (
 )
 
 
-def make_server(arm: Arm, pair: Pair, port: int, logs: Path, env: dict[str, str] | None = None) -> Server:
+def make_server(arm: Arm, show: Show, port: int, logs: Path, env: dict[str, str] | None = None) -> Server:
     return Server(
-        tiny.command(arm, pair, *tiny.FLAGS, *tiny.HYBRID_FLAGS),
+        tiny.command(arm, show.pair, *show.flags),
         port=port,
         log=logs / f"demo-{port}-{arm}.log",
         env=tiny.ENV | tiny.environment(arm) | (env or {}),
@@ -41,13 +42,13 @@ def make_server(arm: Arm, pair: Pair, port: int, logs: Path, env: dict[str, str]
     )
 
 
-def keep_serving(server: Server, console: Console) -> None:
+def keep_serving(server: Server, question: str, console: Console) -> None:
     """Block until Ctrl-C.
 
     Raises:
         ServerError: the server ended by itself.
     """
-    body = json.dumps({"model": "default", "messages": [{"role": "user", "content": questions()[0][1]}]})
+    body = json.dumps({"model": "default", "messages": [{"role": "user", "content": question}]})
     console.print(f"\nServing [bold]{server.url}/v1[/] until Ctrl-C; the log is {server.log}. Try:", highlight=False)
     print(f"  curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'")
     while server.running:
@@ -80,8 +81,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--arm", type=Arm, default=Arm.PLUGIN, choices=workers, help="DFLASH worker; stock: SGLang's own"
     )
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder for the servers' logs")
-    parser.add_argument("--target", type=Path, default=tiny.HYBRID.target, help="folder of the target")
-    parser.add_argument("--draft", type=Path, default=tiny.HYBRID.draft, help="folder of its draft")
+    parser.add_argument("--smollm2", action="store_true", help="serve SmolLM2-135M-Instruct, a download of 93 MB")
+    parser.add_argument("--target", type=Path, help="folder of another target, of the tiny pair's architecture")
+    parser.add_argument("--draft", type=Path, help="folder of another draft")
     return parser.parse_args(arguments)
 
 
@@ -98,17 +100,19 @@ def main(argv: Sequence[str]) -> int:
 
 def run(options: argparse.Namespace, console: Console) -> None:
     end_on_sigterm()
-    pair = Pair(options.target, options.draft)
-    tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
+    show = chosen(options.target, options.draft, real=options.smollm2, console=console)
+    tokenizer = Tokenizer.from_file(str(show.pair.target / "tokenizer.json"))
     trace = options.logs / f"steps-{options.port}"
     shutil.rmtree(trace, ignore_errors=True)  # from an earlier demo
     env = {"SGLANG_DFLASH_WIDTH_TRACE": str(trace)} if options.web else {}
-    on = make_server(options.arm, pair, options.port, options.logs, env)
-    off = make_server(Arm.OFF, pair, free_port(options.port + 1), options.logs)
+    on = make_server(options.arm, show, options.port, options.logs, env)
+    off = make_server(Arm.OFF, show, free_port(options.port + 1), options.logs)
     try:
         on.start()
         off.start()
-        console.print(f"[bold]sglang-dflash {version('sglang-dflash')}[/] on SGLang {version('sglang')}, CPU only")
+        console.print(
+            f"[bold]sglang-dflash {version('sglang-dflash')}[/] on SGLang {version('sglang')}, CPU only: {show.name}"
+        )
         console.print("[dim]Two servers start; most of that time is SGLang importing its packages.[/]")
         wait_ready([on, off], console)
         require_worker(options.arm, on)
@@ -116,13 +120,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
             ask(server.openai(), "Hello.", lambda step: None)
         if options.web:
             sides = {"with": Side(on.openai(), StepTrace(trace)), "without": Side(off.openai(), None)}
-            show_page(Demo(sides, tokenizer), options.web_port, console)
+            show_page(Demo(sides, tokenizer, show), options.web_port, console)
         else:
             console.print(f"\nAccepted drafts {legend(console)}")
-            console.print(summary(compare(on, off, console, tokenizer)))
+            console.print(summary(compare(on, off, show, console, tokenizer)))
             off.stop()
             if not options.once:
-                keep_serving(on, console)
+                keep_serving(on, show.questions[0][1], console)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave a server running
         console.print("\n[dim]stopping[/]")

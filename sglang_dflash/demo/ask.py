@@ -2,14 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from random import Random
 from typing import Any, NamedTuple, cast
 
 import openai
 
 from sglang_dflash.bench.measure import Steps
 
-TASKS = ("times_table", "json_record", "python_function", "story")
 MAX_TOKENS = 160
 
 Message = dict[str, str]  # role, content
@@ -74,11 +72,3 @@ def ask(
         show(step)
     counters = details.get("spec_tokens_details") or {"spec_verify_ct": 0, "spec_num_correct_drafts": 0}
     return Answer(text, n_tokens, arrived - sent, counters["spec_verify_ct"], counters["spec_num_correct_drafts"])
-
-
-def questions() -> list[tuple[str, str]]:
-    """Return one (kind, question) of each task. The tiny pair was not trained on these questions."""
-    from sglang_dflash.tiny.corpus import draw
-
-    random = Random(1)
-    return [(task.replace("_", " "), draw(random, held_out=True, task=task).prompt) for task in TASKS]

@@ -8,7 +8,9 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from sglang_dflash.demo.ask import Answer, Step, ask, questions
+from sglang_dflash.demo.ask import Answer, Step, ask
+from sglang_dflash.demo.pairs import Show
+from sglang_dflash.demo.verdict import compared
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import Server
 
@@ -57,15 +59,17 @@ class Painter:
         return step.text[:begin], step.text[begin:]
 
 
-def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> list[tuple[str, Answer, Answer]]:
-    """Ask both servers every question, print the answers of `on`, and time both servers.
+def compare(
+    on: Server, off: Server, show: Show, console: Console, tokenizer: Tokenizer
+) -> list[tuple[str, Answer, Answer]]:
+    """Ask both servers every question of a pair, print the answers of `on`, and time both servers.
 
     Raises:
-        ServerError: the two answers to a question differ.
+        ServerError: two answers differ by more than a near tie.
     """
     with_speculation, without = on.openai(), off.openai()
     results = []
-    for kind, question in questions():
+    for kind, question in show.questions:
         console.print(f"\n[bold]{question}[/]", highlight=False)
         answer = ask(with_speculation, question, Painter(console, tokenizer).show)
         plain = ask(without, question, lambda step: None)
@@ -74,16 +78,18 @@ def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> 
         )
         speeds = f"{answer.tokens_per_s:.0f} tokens/s, {plain.tokens_per_s:.0f} without"
         console.print(f"\n[dim]{committed}; {speeds}[/]", highlight=False)
+        asked = [{"role": "user", "content": question}]
+        verdict = compared((answer.text, plain.text), asked, without, tokenizer, exact=show.exact)
+        if not verdict.is_right:
+            raise ServerError(f"{verdict.text} Without speculation:\n{plain.text}")
         if answer.text != plain.text:
-            raise ServerError(
-                f"the answer differs without speculation, which is a bug to report; without speculation:\n{plain.text}"
-            )
+            console.print(f"[dim]{verdict.text}[/]", highlight=False)
         results.append((kind, answer, plain))
     return results
 
 
 def summary(results: Sequence[tuple[str, Answer, Answer]]) -> Table:
-    table = Table(title="the same text with and without speculation", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="the same questions with and without speculation", title_justify="left", box=box.SIMPLE_HEAD)
     for name in (
         "question",
         "tokens",

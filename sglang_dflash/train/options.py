@@ -75,8 +75,9 @@ def _add_shape(add: Add) -> None:
 
 
 def _add_course(add: Add) -> None:
-    add(
-        "--start",
+    add(  # not `--start`, which torchrun takes for its own `--start-method`
+        "--start-from",
+        dest="start",
         default="target",
         help="initial weights: target (its last layers), random, or the folder of a draft to train further",
     )

@@ -40,7 +40,9 @@ def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
         for fields in (other.config.to_json(), draft.config.to_json())
     )
     if unlike := differing(fixed, wanted):
-        raise ValueError(f"--start {source} is a draft of other sizes ({unlike}); give its sizes, or another --start")
+        raise ValueError(
+            f"--start-from {source} is a draft of other sizes ({unlike}); give its sizes, or another --start-from"
+        )
     draft.load_state_dict(other.state_dict(), strict=False)
     return weights_digest(other)
 

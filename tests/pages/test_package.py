@@ -91,7 +91,7 @@ def test_an_empty_environment_serves(wheel: Path, tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == ["ok"] * 7
     shown = run(command, "demo", "--once", "--port", "29900", cwd=tmp_path, timeout_s=600)
     assert "committed per step" in shown
-    assert "the same text with and without speculation" in shown
+    assert "the same questions with and without speculation" in shown
 
 
 def test_the_changelog_has_the_version() -> None:

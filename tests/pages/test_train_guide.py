@@ -22,6 +22,16 @@ def test_torchrun_accepts_its_command():
     assert make_parser().parse_args(parsed.training_script_args).rows % 8 == 0
 
 
+def test_torchrun_passes_every_option_on():
+    """torchrun takes an abbreviation of its own options for itself, or refuses it, even after the module's name."""
+    from torch.distributed.run import get_args_parser
+
+    of_torchrun = get_args_parser()._option_string_actions
+    draft = next(a for a in make_parser()._actions if a.dest == "command").choices["draft"]
+    taken = [own for own in draft._option_string_actions if any(name.startswith(own) for name in of_torchrun)]
+    assert taken == ["-h", "--help"]
+
+
 def test_vllm_gets_the_method_and_the_block_size_without_the_anchor():
     (command,) = (command for command in COMMANDS if command[0] == "vllm")
     config = json.loads(command[command.index("--speculative-config") + 1])

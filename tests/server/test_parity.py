@@ -7,12 +7,10 @@ row.
 """
 
 from collections.abc import Callable
-from random import Random
 from typing import NamedTuple
 
 import pytest
 
-from sglang_dflash.servers.server import Server
 from tests.server.lib.talk import chat
 from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
@@ -31,14 +29,6 @@ class Battery(NamedTuple):
     ours: dict[str, list[Reply]]
 
 
-def answer_all(server: Server, cases: tuple[Case, ...], prompts: list[list[int]], seed: int) -> dict[str, list[Reply]]:
-    pairs = [(i, case) for case in cases for i in range(len(prompts))]
-    order = Random(seed).sample(pairs, len(pairs))
-    replies = parameters.ask_all(server, [(prompts[i], case) for i, case in order])
-    by_pair = {(i, case.name): reply for (i, case), reply in zip(order, replies, strict=True)}
-    return {case.name: [by_pair[i, case.name] for i in range(len(prompts))] for case in cases}
-
-
 @pytest.fixture(scope="module", params=["hybrid", pytest.param("dense", marks=pytest.mark.full)])
 def battery(request: pytest.FixtureRequest, server: Callable) -> Battery:
     target = request.param
@@ -47,11 +37,9 @@ def battery(request: pytest.FixtureRequest, server: Callable) -> Battery:
     off = server("off", target=target)
     # The two servers get the requests in different orders, because answers must not depend on other requests of the
     # batch.
-    return Battery(off=answer_all(off, EXACT, prompts, seed=1), ours=answer_all(ours, EXACT, prompts, seed=2))
-
-
-def outcomes(reply: Reply) -> list[object]:
-    return [reply] if isinstance(reply, Refusal) else [sample.outcome for sample in reply]
+    return Battery(
+        off=parameters.answer_all(off, EXACT, prompts, seed=1), ours=parameters.answer_all(ours, EXACT, prompts, seed=2)
+    )
 
 
 def samples(replies: list[Reply]) -> list[Sample]:
@@ -72,11 +60,15 @@ def test_a_logprob_of_another_token_is_infinitely_far() -> None:
 def test_same_answer(battery: Battery, case: Case) -> None:
     off, ours = battery.off[case.name], battery.ours[case.name]
     assert not any(isinstance(reply, Refusal) for reply in off), f"{case}: refused without speculation: {off}"
-    wrong = [i for i, pair in enumerate(zip(off, ours, strict=True)) if outcomes(pair[0]) != outcomes(pair[1])]
+    wrong = [
+        i
+        for i, pair in enumerate(zip(off, ours, strict=True))
+        if parameters.outcomes(pair[0]) != parameters.outcomes(pair[1])
+    ]
     first = wrong[0] if wrong else 0
     assert not wrong, (
         f"{case}: {len(wrong)} of {len(off)} answers differ, first for {QUESTIONS[first]!r}:\n"
-        f"off  {outcomes(off[first])}\nours {outcomes(ours[first])}"
+        f"off  {parameters.outcomes(off[first])}\nours {parameters.outcomes(ours[first])}"
     )
 
 

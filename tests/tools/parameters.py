@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import httpx
@@ -266,6 +267,21 @@ def ask_all(
     """Call `ask` for every (prompt, case), at most `concurrency` in flight; return replies in order."""
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda pair: ask(server, *pair, **sampling), asked))
+
+
+def answer_all(
+    server: Server, cases: Sequence[Case], prompts: Sequence[Sequence[int]], seed: int
+) -> dict[str, list[Reply]]:
+    """Send every case with every prompt, in random order. Return the replies by the case's name, one per prompt."""
+    pairs = [(i, case) for case in cases for i in range(len(prompts))]
+    order = Random(seed).sample(pairs, len(pairs))
+    replies = ask_all(server, [(prompts[i], case) for i, case in order])
+    by_pair = {(i, case.name): reply for (i, case), reply in zip(order, replies, strict=True)}
+    return {case.name: [by_pair[i, case.name] for i in range(len(prompts))] for case in cases}
+
+
+def outcomes(reply: Reply) -> list[object]:
+    return [reply] if isinstance(reply, Refusal) else [sample.outcome for sample in reply]
 
 
 def draws(server: Server, case: Case, n: int, per_request: int = 100) -> list[distribution.Draw]:

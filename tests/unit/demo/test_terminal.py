@@ -10,10 +10,10 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from sglang_dflash.demo import terminal
-from sglang_dflash.demo.ask import Answer, Step, ask, questions
+from sglang_dflash.demo.ask import Answer, Step, ask
+from sglang_dflash.demo.pairs import tiny_show
 from sglang_dflash.demo.terminal import Painter, compare, summary
 from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.tiny.corpus import is_held_out
 
 STEPS = [Step("", 0), Step("a", 1), Step("bcd", 3), Step("b", 1), Step("cd", 2), Step("a", 2)]
 
@@ -56,15 +56,10 @@ def test_different_answers_of_equal_length_are_reported(letters: Tokenizer, monk
 
     monkeypatch.setattr(terminal, "ask", answer)
     on, off = (SimpleNamespace(openai=lambda side=side: side) for side in texts)
-    assert len(compare(on, off, Console(file=StringIO()), letters)) == 4
+    assert len(compare(on, off, tiny_show(), Console(file=StringIO()), letters)) == 4
     texts["without"] = "abca"
-    with pytest.raises(ServerError, match=r"the answer differs without speculation, .*\nabca"):
-        compare(on, off, Console(file=StringIO()), letters)
-
-
-def test_the_questions_are_held_out() -> None:
-    assert len(questions()) == 4
-    assert all(is_held_out(question) for _, question in questions())
+    with pytest.raises(ServerError, match=r"differ after 3 tokens, which is a bug to report. Without .*\nabca"):
+        compare(on, off, tiny_show(), Console(file=StringIO()), letters)
 
 
 def chunk(text: str | None, n_tokens: int | None, **extra: Any) -> Any:

