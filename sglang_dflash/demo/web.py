@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, pairwise
 from pathlib import Path
@@ -95,9 +96,8 @@ class Demo:
         self.n_asked = count()
 
     def page(self, nonce: str) -> str:
-        examples = json.dumps(dict(self.show.questions)).replace(
-            "<", "\\u003c"
-        )  # the script must not contain its own end tag
+        # The script must not contain its own end tag.
+        examples = json.dumps(dict(self.show.questions)).replace("<", "\\u003c")
         return PAGE.read_text().replace("{nonce}", nonce).replace("{examples}", examples)
 
     def answer(self, side: str, messages: Sequence[Message], show: Callable[[dict[str, Any]], None]) -> None:
@@ -119,25 +119,33 @@ class Demo:
 
         ask(client, messages, seen, rid=rid)
 
-    def verdict(self, messages: Sequence[Message], answers: tuple[str, str]) -> str:
-        """Return a sentence that compares the answers with and without speculation."""
+    def compare(
+        self, messages: Sequence[Message], answers: tuple[str, str], show: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Compare the answers with and without speculation, and pass a sentence about them to `show`."""
         without = self.sides["without"].client
-        return compared(answers, messages, without, self.tokenizer, exact=self.show.exact).text
+        show({"verdict": compared(answers, messages, without, self.tokenizer, exact=self.show.exact).text})
 
 
-def conversation(body: bytes, *, answered: bool = False) -> tuple[list[Message], tuple[str, str] | None]:
-    """Parse a conversation that ends with a question, and the two answers to it if `answered`, or raise ValueError."""
-    messages, answers = json.loads(body), None
-    if answered:
-        match messages:
-            case {"messages": messages, "answers": [str(one), str(other)]}:
-                answers = (one, other)
-            case _:
-                raise ValueError("send messages and the two answers to the last one")
+def conversation(body: bytes) -> list[Message]:
+    """Parse a conversation that ends with a question, or raise ValueError."""
+    return require_question(json.loads(body))
+
+
+def comparison(body: bytes) -> tuple[list[Message], tuple[str, str]]:
+    """Parse a conversation and the two answers to its question, or raise ValueError."""
+    match json.loads(body):
+        case {"messages": messages, "answers": [str(one), str(other)]}:
+            return require_question(messages), (one, other)
+    raise ValueError("send messages and the two answers to the last one")
+
+
+def require_question(messages: Any) -> list[Message]:
+    """Return the messages if they are a conversation that ends with a question, or raise ValueError."""
     match messages:
         case [*turns, {"role": "user"}] if all(map(is_message, messages)):
             if [one["role"] for one in turns] == ["user", "assistant"] * (len(turns) // 2):
-                return messages, answers
+                return messages
     raise ValueError("send a list of messages, the user's and the assistant's in turn, the last one the user's")
 
 
@@ -178,16 +186,18 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(413)
             return
         try:
-            messages, answers = conversation(self.rfile.read(int(length)), answered=side == "/verdict")
+            body = self.rfile.read(int(length))
+            reply = (
+                partial(self.demo.compare, *comparison(body))
+                if side == "/verdict"
+                else partial(self.demo.answer, side, conversation(body))
+            )
         except ValueError as error:
             self.send_error(400, str(error))
             return
         self.begin("application/x-ndjson", POLICY.format(""))
         try:
-            if answers:
-                self.say({"verdict": self.demo.verdict(messages, answers)})
-            else:
-                self.demo.answer(side, messages, self.say)
+            reply(self.say)
         except openai.APIError as error:
             self.say({"error": f"{error}"})
         except ConnectionError:  # the page was closed, which ends the request

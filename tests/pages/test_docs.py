@@ -192,7 +192,7 @@ def test_variables_exist(page: Path) -> None:
 
 OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "tests" / "tools").rglob("*.py")]
 # Flags that are read without argparse, and flags of other programs.
-OTHERS = {"--json", "--server", "--help", "--nproc-per-node", "--no-deps", "--target", "--smollm2"}
+OTHERS = {"--json", "--server", "--help", "--nproc-per-node", "--no-deps", "--target"}
 OF_VLLM = {"--speculative-config", "--max-num-batched-tokens", "--no-enable-prefix-caching"}
 OF_ROUTER = {"--policy", "--worker-urls"}
 OF_PYTEST = {"--lf", "--tb", "--pdb"}
@@ -204,8 +204,8 @@ def test_options_exist(page: Path) -> None:
     known = {"--" + field.replace("_", "-") for field in fields} | set(flags.OLD_NAMES)
     known |= OTHERS | OF_VLLM | OF_ROUTER | OF_PYTEST
     for path in OURS:
-        for names in re.findall(r"add(?:_argument)?\(\s*((?:\"--[a-z-]+\",?\s*)+)", path.read_text()):
-            known |= set(re.findall(r"--[a-z-]+", names))
+        for names in re.findall(r"add(?:_argument)?\(\s*((?:\"--[a-z0-9-]+\",?\s*)+)", path.read_text()):
+            known |= set(re.findall(r"--[a-z0-9-]+", names))
     # `git checkout COMMIT && COMMAND`: an older commit may have had other flags.
     spans = [span for span in code(page) if not span.startswith("git checkout ")]
     named = {name for span in spans for name in re.findall(r"(?<![\w…-])--[a-z][a-z0-9-]*[a-z0-9](?![\w…-])", span)}

@@ -14,7 +14,7 @@ import pytest
 from tests.server.lib.talk import chat
 from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
-from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample
+from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample, answer_all, outcomes
 
 FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, *parameters.REQUEST_FLAGS)}
 GAP = 1e-4  # largest difference of numbers; fp32 sums are taken in another order
@@ -37,9 +37,7 @@ def battery(request: pytest.FixtureRequest, server: Callable) -> Battery:
     off = server("off", target=target)
     # The two servers get the requests in different orders, because answers must not depend on other requests of the
     # batch.
-    return Battery(
-        off=parameters.answer_all(off, EXACT, prompts, seed=1), ours=parameters.answer_all(ours, EXACT, prompts, seed=2)
-    )
+    return Battery(off=answer_all(off, EXACT, prompts, seed=1), ours=answer_all(ours, EXACT, prompts, seed=2))
 
 
 def samples(replies: list[Reply]) -> list[Sample]:
@@ -60,15 +58,11 @@ def test_a_logprob_of_another_token_is_infinitely_far() -> None:
 def test_same_answer(battery: Battery, case: Case) -> None:
     off, ours = battery.off[case.name], battery.ours[case.name]
     assert not any(isinstance(reply, Refusal) for reply in off), f"{case}: refused without speculation: {off}"
-    wrong = [
-        i
-        for i, pair in enumerate(zip(off, ours, strict=True))
-        if parameters.outcomes(pair[0]) != parameters.outcomes(pair[1])
-    ]
+    wrong = [i for i, pair in enumerate(zip(off, ours, strict=True)) if outcomes(pair[0]) != outcomes(pair[1])]
     first = wrong[0] if wrong else 0
     assert not wrong, (
         f"{case}: {len(wrong)} of {len(off)} answers differ, first for {QUESTIONS[first]!r}:\n"
-        f"off  {parameters.outcomes(off[first])}\nours {parameters.outcomes(ours[first])}"
+        f"off  {outcomes(off[first])}\nours {outcomes(ours[first])}"
     )
 
 

@@ -11,9 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from sglang_dflash.bench import prompts as data
-from sglang_dflash.demo.pairs import SMOLLM2_DRAFT
+from sglang_dflash.demo.pairs import smollm2_show
 from sglang_dflash.errors import NoModelError
-from sglang_dflash.models import smollm2
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import Pair
 from tests.server.conftest import AS_USERS, WHOLE_BLOCKS, ServerPool
@@ -50,7 +49,7 @@ ADD = {
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     try:
-        return Pair(smollm2.checkpoint(), SMOLLM2_DRAFT)
+        return smollm2_show().pair
     except NoModelError as error:
         pytest.skip(f"{error}")
 
