@@ -26,6 +26,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
     capabilities = PlatformCapabilities()
+    packs_weights = True
 
     def __init__(self) -> None:
         """Install the transfer engine in every process, before a model runner is imported."""
@@ -78,19 +79,21 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         install.install(install.at_import())
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Install the remaining stand-ins and verify all of them.
+        """Install the remaining stand-ins, verify all of them, and pack weights.
 
         SGLang calls this after each model is loaded, when all modules that use kernels are imported.
         """
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-        from sglang_dflash.cpu import host_cache, install
+        from sglang_dflash.cpu import host_cache, install, packed
         from sglang_dflash.cpu.attention import CpuAttentionBackend
 
         register_attention_backend(ATTENTION_BACKEND)(CpuAttentionBackend)
         install.install(install.after_load())
         install.verify()
         host_cache.install()
+        if self.packs_weights:
+            packed.pack(model)
 
 
 def register_choices() -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
@@ -36,7 +37,7 @@ class TargetEnds(NamedTuple):
     first_token: int  # token id of the first row of this rank's shard
     tp_group: GroupCoordinator | None  # ranks that split the head; None: each rank has the whole head
     top_k: TopK = torch.topk
-    quantized: bool = False
+    by_method: bool = False  # whether the head's quant_method computes logits: the weights are quantized or packed
     fp8_head: Fp8Head | None = None  # used for the draft's blocks instead of `head`
 
 
@@ -72,14 +73,24 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
         first_token=shard.org_vocab_start_index,
         tp_group=tp_group,
         top_k=top_k,
-        quantized=is_quantized(head),
+        by_method=has_method(head),
         fp8_head=Fp8Head(head) if fp8_head else None,
     )
 
 
 def is_quantized(head: nn.Module) -> bool:
-    """Return whether a head is quantized, by SGLang's own criterion."""
-    return "weight" not in dict(head.named_parameters()) or should_apply_lm_head_quant_method(head, head.quant_method)
+    """Return whether the weights of a head are quantized; packed weights are not."""
+    packed = isinstance(head.quant_method, UnquantizedEmbeddingMethod)
+    return not has_weight(head) or (has_method(head) and not packed)
+
+
+def has_method(head: nn.Module) -> bool:
+    """Return whether the logits of a head are computed by its quant_method, by SGLang's own criterion."""
+    return not has_weight(head) or should_apply_lm_head_quant_method(head, head.quant_method)
+
+
+def has_weight(head: nn.Module) -> bool:
+    return "weight" in dict(head.named_parameters())
 
 
 def top_k_on(device: torch.device) -> TopK:
@@ -139,12 +150,13 @@ def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[
 def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """Return the logits of this rank's shard of the vocabulary, [T, V].
 
-    `hidden_TH` must be packed. For a strided [B, D, H], PyTorch would expand the head and read it once per request. A
-    quantized head computes the logits as for the target. With `fp8_head`, weights and hidden states are rounded to fp8.
+    `hidden_TH` must be contiguous. For a strided [B, D, H], PyTorch would expand the head and read it once per request.
+    The method of a quantized or packed head computes the logits as for the target. With `fp8_head`, weights and hidden
+    states are rounded to fp8.
     """
     if ends.fp8_head is not None:
         return ends.fp8_head.logits(hidden_TH)[:, : ends.n_vocab]
-    if ends.quantized:
+    if ends.by_method:
         return ends.head.quant_method.apply(ends.head, hidden_TH)[:, : ends.n_vocab]
     weight_VH = ends.head.weight[: ends.n_vocab]
     return hidden_TH.to(weight_VH.dtype) @ weight_VH.T

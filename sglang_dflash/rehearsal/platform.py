@@ -15,6 +15,7 @@ class RehearsalPlatform(CpuPlatform):
     """CPU platform that emulates a GPU, with graph capture."""
 
     capabilities = PlatformCapabilities(graph_capture=True)
+    packs_weights = False  # a GPU multiplies by plain weights
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang_dflash.rehearsal import capability

@@ -123,12 +123,13 @@ def test_a_renamed_kernel_stops_the_launch(host):
 
 REAL = """
 import inspect, pkgutil
+import torch
 from sglang.srt.platforms import current_platform
 import sglang.srt.model_executor.model_runner
 import sglang.srt.models.qwen3_5, sglang.srt.models.dflash, sglang.srt.speculative.dflash_worker_v2
 from sglang_dflash.cpu import install
-current_platform.post_load_model(None)
-current_platform.post_load_model(None)
+current_platform.post_load_model(torch.nn.Module())
+current_platform.post_load_model(torch.nn.Module())
 
 from sglang.srt.layers.attention import attention_registry
 assert attention_registry.ATTENTION_BACKENDS["torch_native"].__module__ == "sglang_dflash.cpu.attention"
@@ -152,4 +153,4 @@ def test_stand_ins_fit_the_installed_sglang():
     """Import and patch SGLang in a separate process, and compare the stand-ins' signatures with the originals'."""
     out = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr[-2000:]
-    assert out.stdout.split()[-2:] == ["checked", "43"]
+    assert out.stdout.split()[-2:] == ["checked", "48"]

@@ -20,7 +20,7 @@ def test_candidates_equal_those_of_the_whole_vocabulary() -> None:
         shard = weight_VH[rank * SHARD : (rank + 1) * SHARD]
         ends: Any = SimpleNamespace(
             head=SimpleNamespace(weight=shard), n_vocab=SHARD, first_token=rank * SHARD, tp_group=group, fp8_head=None,
-            quantized=False, top_k=lambda logits, k: logits.topk(k, dim=-1),
+            by_method=False, top_k=lambda logits, k: logits.topk(k, dim=-1),
         )  # fmt: skip
         return best_candidates(hidden_TH, ends, K)
 

@@ -75,7 +75,7 @@ def test_a_quantized_head_uses_its_own_method(monkeypatch: pytest.MonkeyPatch) -
     embed = torch.nn.Embedding(3, 2)
     monkeypatch.setattr(f"{target_ends.__module__}.get_parallel", lambda: SimpleNamespace(attn_dp_enabled=False))
     ends = target_ends(SimpleNamespace(lm_head=head, get_input_embeddings=lambda: embed))
-    assert ends.quantized
+    assert ends.by_method
     hidden = torch.tensor([[3.0, 1], [1, 3]])
     assert head_logits(hidden, ends).tolist() == [[6, 2], [2, 6]]
     assert likeliest(hidden, ends).tolist() == [0, 1]
