@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, packed, pinned, quantized, ranks, sampling, transfer
+from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, pinned, quantized, ranks, sampling, transfer
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -104,26 +104,6 @@ def after_load() -> dict[str, Any]:
         _SRT + "lora.layers.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.backend.torch_backend.torch": pinned.torch_with(_pin_memory),
         _SRT + "disaggregation.prefill.torch": pinned.torch_with(_pin_memory, cuda=transfer.CUDA),
-        **_of_weight_updates(),
-    }
-
-
-def _of_weight_updates() -> dict[str, Any]:
-    """Return wrappers of all methods of SGLang that change weights while serving."""
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.utils.weight_checker import WeightChecker
-
-    updates = "from_disk", "from_tensor", "from_ipc"
-    names = [f"update_weights_{update}" for update in updates] + ["load_weights_from_distributed"]
-    return {
-        f"{WeightUpdater.__module__}.WeightUpdater.{name}": packed.packing_again(
-            getattr(WeightUpdater, name), lambda updater: updater.get_model()
-        )
-        for name in names
-    } | {
-        f"{WeightChecker.__module__}.WeightChecker.handle": packed.packing_again(
-            WeightChecker.handle, lambda checker: checker._get_model()
-        )
     }
 
 

@@ -10,7 +10,7 @@ Dimension key: T tokens, K inputs, N outputs.
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -33,11 +33,11 @@ class Packed:
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the layer's weight; call this again when the weight has changed."""
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight, ROWS)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight.default(layer.weight, ROWS)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [..., K] times the weight, plus the bias [N]: fp32 [..., N]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, bias, "none", [], "")
 
 
 class PackedLinear(Packed, UnquantizedLinearMethod):
@@ -70,6 +70,20 @@ def pack_again(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(method := getattr(layer, "quant_method", None), Packed):
             method.process_weights_after_loading(layer)
+
+
+@cache  # called once per model, and installed once
+def install() -> None:
+    """Wrap all methods of SGLang that change weights while serving; hooks around them may come before or later."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.utils.weight_checker import WeightChecker
+
+    updates = "from_disk", "from_tensor", "from_ipc"
+    for name in ("load_weights_from_distributed", *(f"update_weights_{update}" for update in updates)):
+        update = packing_again(getattr(WeightUpdater, name), lambda updater: updater.get_model())
+        setattr(WeightUpdater, name, update)
+    check = packing_again(WeightChecker.handle, lambda checker: checker._get_model())
+    WeightChecker.handle = check
 
 
 def packing_again(update: Callable[..., Any], model_of: Callable[[Any], torch.nn.Module]) -> Callable[..., Any]:

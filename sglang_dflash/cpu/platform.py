@@ -93,6 +93,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         install.verify()
         host_cache.install()
         if self.packs_weights:
+            packed.install()
             packed.pack(model)
 
 
