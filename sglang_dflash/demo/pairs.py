@@ -1,5 +1,6 @@
 """Pairs that the demo serves, with their flags and questions: SmolLM2-135M-Instruct, or the tiny hybrid pair."""
 
+import os
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -56,6 +57,7 @@ class Show(NamedTuple):
     flags: tuple[str, ...]
     questions: Questions
     exact: bool  # fp32, in which answers with and without speculation are equal
+    n_threads: int = 1  # of each server's products
 
 
 def tiny_show(pair: Pair = tiny.HYBRID) -> Show:
@@ -75,19 +77,21 @@ def smollm2_show() -> Show:
 
     exact = fastest_dtype() == torch.float32
     pair = Pair(smollm2.checkpoint(), SMOLLM2_DRAFT)
-    return Show(smollm2.NAME, pair, (*FLAGS, "--dtype", "float32" if exact else "bfloat16"), QUESTIONS, exact)
+    flags = (*FLAGS, "--dtype", "float32" if exact else "bfloat16")
+    return Show(smollm2.NAME, pair, flags, QUESTIONS, exact, n_threads=os.cpu_count() or 1)
 
 
-def chosen(target: Path | None, draft: Path | None, *, real: bool, console: Console) -> Show:
+def chosen(target: Path | None, draft: Path | None, *, tiny_pair: bool, console: Console) -> Show:
     """Return the pair to serve. If SmolLM2 cannot be downloaded, this is printed, and the tiny pair is returned.
 
     Args:
-        target: folder of the target; None: the tiny one, or SmolLM2 if `real`.
-        draft: folder of the draft, likewise.
+        target: folder of a target that replaces the tiny one; None: no replacement.
+        draft: folder of a draft, likewise.
+        tiny_pair: whether to serve the tiny pair if nothing is replaced.
     """
     if target or draft:
         return tiny_show(Pair(target or tiny.HYBRID.target, draft or tiny.HYBRID.draft))
-    if not real:
+    if tiny_pair:
         return tiny_show()
     console.print("[dim]SmolLM2-135M-Instruct is read from the cache, or downloaded first: 93 MB, half a minute.[/]")
     try:

