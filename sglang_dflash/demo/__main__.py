@@ -27,7 +27,9 @@ from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Arm, require_worker
 
 LOGS = Path(gettempdir()) / "sglang-dflash"
-DESCRIPTION = "Serve SmolLM2-135M-Instruct on a CPU: answer questions with and without speculation, then serve."
+DESCRIPTION = (
+    "Serve the tiny pair on a CPU: answer a few questions with and without speculation, then run an OpenAI server."
+)
 
 
 def make_server(arm: Arm, show: Show, port: int, logs: Path, env: dict[str, str] | None = None) -> Server:
@@ -79,7 +81,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--arm", type=Arm, default=Arm.PLUGIN, choices=workers, help="DFLASH worker; stock: SGLang's own"
     )
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder for the servers' logs")
-    parser.add_argument("--tiny", action="store_true", help="serve the tiny pair instead, without a download of 93 MB")
+    parser.add_argument("--smollm2", action="store_true", help="serve SmolLM2-135M-Instruct, a download of 93 MB")
     parser.add_argument("--target", type=Path, help="folder of another target, of the tiny pair's architecture")
     parser.add_argument("--draft", type=Path, help="folder of another draft")
     return parser.parse_args(arguments)
@@ -98,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(options: argparse.Namespace, console: Console) -> None:
     end_on_sigterm()
-    show = chosen(options.target, options.draft, tiny_pair=options.tiny, console=console)
+    show = chosen(options.target, options.draft, real=options.smollm2, console=console)
     tokenizer = Tokenizer.from_file(str(show.pair.target / "tokenizer.json"))
     trace = options.logs / f"steps-{options.port}"
     shutil.rmtree(trace, ignore_errors=True)  # from an earlier demo

@@ -81,17 +81,16 @@ def smollm2_show() -> Show:
     return Show(smollm2.NAME, pair, flags, QUESTIONS, exact, n_threads=os.cpu_count() or 1)
 
 
-def chosen(target: Path | None, draft: Path | None, *, tiny_pair: bool, console: Console) -> Show:
+def chosen(target: Path | None, draft: Path | None, *, real: bool, console: Console) -> Show:
     """Return the pair to serve. If SmolLM2 cannot be downloaded, this is printed, and the tiny pair is returned.
 
     Args:
-        target: folder of a target that replaces the tiny one; None: no replacement.
-        draft: folder of a draft, likewise.
-        tiny_pair: whether to serve the tiny pair if nothing is replaced.
+        target: folder of the target; None: the tiny one, or SmolLM2 if `real`.
+        draft: folder of the draft, likewise.
     """
     if target or draft:
         return tiny_show(Pair(target or tiny.HYBRID.target, draft or tiny.HYBRID.draft))
-    if tiny_pair:
+    if not real:
         return tiny_show()
     console.print("[dim]SmolLM2-135M-Instruct is read from the cache, or downloaded first: 93 MB, half a minute.[/]")
     try:

@@ -20,9 +20,9 @@ MARKUP = "<img src=x onerror=window.broken=1></script><script>window.broken=1</s
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     folder, port = tmp_path_factory.mktemp("demo"), free_port(29700)
-    command = [sys.executable, "-m", "sglang_dflash", "demo", "--tiny", "--web", "--logs", str(folder)]
+    command = [sys.executable, "-m", "sglang_dflash", "demo", "--web", "--port", str(port), "--logs", str(folder)]
     with subprocess.Popen(
-        [*command, "--port", str(port), "--web-port", str(port + 50)],
+        [*command, "--web-port", str(port + 50)],
         env=os.environ | {"SGLANG_DFLASH_WIDTHS": "fixed"},  # on a busy machine `auto` may choose to draft nothing
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

