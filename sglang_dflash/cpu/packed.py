@@ -1,9 +1,9 @@
 """Matrix products with fp32 weights in oneDNN's packed layout.
 
-PyTorch's own fp32 product (MKL) packs the weight in every call, so two rows cost twice as much as one. oneDNN reads a
-weight that was packed once. On two cores (AVX2, SmolLM2's shapes) a forward pass of 8 rows then costs 1.45 passes of
-one row instead of 2.0, and that of one row is a third faster. There a row's result does not depend on the number of
-rows either: a verified block has the bits of single decode steps. The weights are kept twice.
+PyTorch's own fp32 product (MKL) of two rows takes twice as long as that of one row. oneDNN reads a weight that was
+packed once. For all products of SmolLM2, on two cores with AVX2, one row takes 0.71 of MKL's time and 8 rows 0.52. A
+row's result does not depend on the number of rows there, so a verified block equals single decode steps bit for bit.
+The plain weights stay in memory too.
 
 Dimension key: T tokens, K inputs, N outputs.
 """
@@ -45,7 +45,11 @@ class PackedLinear(Packed, UnquantizedLinearMethod):
 
 
 class PackedHead(Packed, UnquantizedEmbeddingMethod):
-    """Method of a head, which may also be the embedding; embeddings are read from the plain weight."""
+    """Method of a head. The module may also be the embedding, which reads the plain weight."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x [..., K], in any dtype, times the weight, plus the bias [N]: fp32 [..., N]."""
+        return super().apply(layer, x.float(), bias)
 
 
 def pack(model: torch.nn.Module) -> None:
@@ -53,10 +57,10 @@ def pack(model: torch.nn.Module) -> None:
     if not torch.backends.mkldnn.is_available():
         return
     kinds: dict[type, type[Packed]] = {UnquantizedLinearMethod: PackedLinear}
-    head, n_bytes = getattr(model, "lm_head", None), 0
+    head, n_bytes = dict(model.named_children()).get("lm_head"), 0
     layer: Any
     for layer in model.modules():
-        method = type(getattr(layer, "quant_method", None))
+        method = type(vars(layer).get("quant_method"))
         kind = PackedHead if layer is head and method is UnquantizedEmbeddingMethod else kinds.get(method)
         if kind and (weight := layer.weight).dtype == torch.float32 and weight.numel() > MIN_ELEMENTS:
             layer.quant_method = kind(layer)
@@ -68,19 +72,19 @@ def pack(model: torch.nn.Module) -> None:
 def pack_again(model: torch.nn.Module) -> None:
     """Replace every packed copy of `model` by one of the current weight."""
     for layer in model.modules():
-        if isinstance(method := getattr(layer, "quant_method", None), Packed):
+        if isinstance(method := vars(layer).get("quant_method"), Packed):
             method.process_weights_after_loading(layer)
 
 
-@cache  # called once per model, and installed once
+@cache  # called for every model, wraps once
 def install() -> None:
-    """Wrap all methods of SGLang that change weights while serving; hooks around them may come before or later."""
+    """Wrap SGLang's methods that change weights while serving. The plugin may hook the same methods before or after."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.utils.weight_checker import WeightChecker
 
     updates = "from_disk", "from_tensor", "from_ipc"
     for name in ("load_weights_from_distributed", *(f"update_weights_{update}" for update in updates)):
-        update = packing_again(getattr(WeightUpdater, name), lambda updater: updater.get_model())
+        update = packing_again(vars(WeightUpdater)[name], lambda updater: updater.get_model())
         setattr(WeightUpdater, name, update)
     check = packing_again(WeightChecker.handle, lambda checker: checker._get_model())
     WeightChecker.handle = check

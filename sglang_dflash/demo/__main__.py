@@ -27,9 +27,7 @@ from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Arm, require_worker
 
 LOGS = Path(gettempdir()) / "sglang-dflash"
-DESCRIPTION = (
-    "Serve the tiny pair on a CPU: answer a few questions with and without speculation, then run an OpenAI server."
-)
+DESCRIPTION = "Serve a model on a CPU: answer a few questions with and without speculation, then run an OpenAI server."
 
 
 def make_server(arm: Arm, show: Show, port: int, logs: Path, env: dict[str, str] | None = None) -> Server:
@@ -81,10 +79,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--arm", type=Arm, default=Arm.PLUGIN, choices=workers, help="DFLASH worker; stock: SGLang's own"
     )
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder for the servers' logs")
-    parser.add_argument("--smollm2", action="store_true", help="serve SmolLM2-135M-Instruct, a download of 93 MB")
+    parser.add_argument(
+        "--smollm2",
+        action="store_true",
+        help="serve SmolLM2-135M-Instruct, a download of 93 MB",
+    )
     parser.add_argument("--target", type=Path, help="folder of another target, of the tiny pair's architecture")
     parser.add_argument("--draft", type=Path, help="folder of another draft")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.smollm2 and (options.target or options.draft):
+        parser.error("--smollm2 serves its own target and draft; drop it, or --target and --draft")
+    return options
 
 
 def main(argv: Sequence[str]) -> int:

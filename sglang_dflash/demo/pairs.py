@@ -56,8 +56,8 @@ class Show(NamedTuple):
     pair: Pair
     flags: tuple[str, ...]
     questions: Questions
-    exact: bool  # fp32, in which answers with and without speculation are equal
-    n_threads: int = 1  # of each server's products
+    exact: bool  # fp32, in which answers with and without speculation must be equal
+    n_threads: int = 1  # threads of each server for matrix products
 
 
 def tiny_show(pair: Pair = tiny.HYBRID) -> Show:
@@ -82,11 +82,12 @@ def smollm2_show() -> Show:
 
 
 def chosen(target: Path | None, draft: Path | None, *, real: bool, console: Console) -> Show:
-    """Return the pair to serve. If SmolLM2 cannot be downloaded, this is printed, and the tiny pair is returned.
+    """Return the pair to serve. If SmolLM2 cannot be downloaded, print the reason and return the tiny pair.
 
     Args:
-        target: folder of the target; None: the tiny one, or SmolLM2 if `real`.
-        draft: folder of the draft, likewise.
+        target: folder of a target that replaces the tiny one.
+        draft: folder of a draft that replaces the tiny one.
+        real: whether to serve SmolLM2; not together with a folder.
     """
     if target or draft:
         return tiny_show(Pair(target or tiny.HYBRID.target, draft or tiny.HYBRID.draft))

@@ -59,17 +59,20 @@ def compared(
 
 
 def common_start(tokenizer: Tokenizer, one: str, other: str) -> tuple[str, int]:
-    """Return the text of the tokens with which both texts begin, and their number."""
+    """Return the longest text of whole tokens with which both texts begin, and its number of tokens."""
     encoded = tokenizer.encode(one, add_special_tokens=False)
     others = tokenizer.encode(other, add_special_tokens=False).ids
     n = next((n for n, pair in enumerate(zip(encoded.ids, others, strict=False)) if pair[0] != pair[1]), None)
     if n is None:
         n = min(len(encoded.ids), len(others))
-    return (one[: encoded.offsets[n - 1][1]] if n else ""), n
+    ends = [0, *(end for _, end in encoded.offsets)]
+    while not other.startswith(one[: ends[n]]):  # the texts differ within a character of several tokens
+        n -= 1
+    return one[: ends[n]], n
 
 
 def fits(rest: str, token: str) -> bool:
-    """Return whether a text can go on with a token. An empty rest was ended by a token without text."""
+    """Return whether a text can go on with a token. A token without text may end the answer there."""
     return rest.startswith(token) if rest else True
 
 

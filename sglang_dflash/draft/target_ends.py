@@ -37,7 +37,7 @@ class TargetEnds(NamedTuple):
     first_token: int  # token id of the first row of this rank's shard
     tp_group: GroupCoordinator | None  # ranks that split the head; None: each rank has the whole head
     top_k: TopK = torch.topk
-    by_method: bool = False  # whether the head's quant_method computes logits: the weights are quantized or packed
+    by_method: bool = False  # head.quant_method computes the logits: the weights are quantized or packed
     fp8_head: Fp8Head | None = None  # used for the draft's blocks instead of `head`
 
 
@@ -73,18 +73,18 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
         first_token=shard.org_vocab_start_index,
         tp_group=tp_group,
         top_k=top_k,
-        by_method=has_method(head),
+        by_method=uses_method(head),
         fp8_head=Fp8Head(head) if fp8_head else None,
     )
 
 
 def is_quantized(head: nn.Module) -> bool:
     """Return whether the weights of a head are quantized; packed weights are not."""
-    packed = isinstance(head.quant_method, UnquantizedEmbeddingMethod)
-    return not has_weight(head) or (has_method(head) and not packed)
+    unquantized = isinstance(head.quant_method, UnquantizedEmbeddingMethod)
+    return not has_weight(head) or (uses_method(head) and not unquantized)
 
 
-def has_method(head: nn.Module) -> bool:
+def uses_method(head: nn.Module) -> bool:
     """Return whether the logits of a head are computed by its quant_method, by SGLang's own criterion."""
     return not has_weight(head) or should_apply_lm_head_quant_method(head, head.quant_method)
 

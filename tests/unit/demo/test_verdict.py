@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
-from sglang_dflash.demo.verdict import compared
+from sglang_dflash.demo.verdict import common_start, compared
 
 QUESTION = [{"role": "user", "content": "Why?"}]
 
@@ -52,6 +54,14 @@ def test_the_target_is_asked_after_the_common_start(letters: Tokenizer) -> None:
     assert inside["messages"] == [*QUESTION, {"role": "assistant", "content": "ab"}]
     assert inside["extra_body"] == {"continue_final_message": True}
     assert at_once["messages"] == QUESTION
+
+
+def test_the_common_start_ends_before_a_divided_character() -> None:
+    """With a token per byte, both animals begin with the same three tokens."""
+    vocabulary = {byte: n for n, byte in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    assert common_start(tokenizer, "a\N{FOX FACE}", "a\N{OWL}") == ("a", 1)
 
 
 @pytest.mark.parametrize(("answers", "is_right"), [(("ab", "ab"), True), (("ab", "ac"), False)])
