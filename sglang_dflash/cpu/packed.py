@@ -32,7 +32,7 @@ class Packed:
         self.process_weights_after_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the layer's weight; call this again when the weight has changed."""
+        """Pack the layer's weight. SGLang calls this again when a checkpoint from disk has replaced the weight."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight.default(layer.weight, ROWS)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,17 +52,20 @@ class PackedHead(Packed, UnquantizedEmbeddingMethod):
         return super().apply(layer, x.float(), bias)
 
 
+KINDS: dict[type, type[Packed]] = {UnquantizedLinearMethod: PackedLinear, UnquantizedEmbeddingMethod: PackedHead}
+
+
 def pack(model: torch.nn.Module) -> None:
     """Pack the large fp32 weights of the linear layers and of the head of `model`."""
     if not torch.backends.mkldnn.is_available():
         return
-    kinds: dict[type, type[Packed]] = {UnquantizedLinearMethod: PackedLinear}
     head, n_bytes = dict(model.named_children()).get("lm_head"), 0
     layer: Any
     for layer in model.modules():
-        method = type(vars(layer).get("quant_method"))
-        kind = PackedHead if layer is head and method is UnquantizedEmbeddingMethod else kinds.get(method)
-        if kind and (weight := layer.weight).dtype == torch.float32 and weight.numel() > MIN_ELEMENTS:
+        kind = KINDS.get(type(vars(layer).get("quant_method")))
+        if kind is None or (kind is PackedHead and layer is not head):
+            continue
+        if (weight := layer.weight).dtype == torch.float32 and weight.numel() > MIN_ELEMENTS:
             layer.quant_method = kind(layer)
             n_bytes += weight.nbytes
     if n_bytes:
@@ -78,16 +81,15 @@ def pack_again(model: torch.nn.Module) -> None:
 
 @cache  # called for every model, wraps once
 def install() -> None:
-    """Wrap SGLang's methods that change weights while serving. The plugin may hook the same methods before or after."""
+    """Wrap SGLang's methods that change weights in place. The plugin may hook the same methods before or after."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.utils.weight_checker import WeightChecker
 
-    updates = "from_disk", "from_tensor", "from_ipc"
-    for name in ("load_weights_from_distributed", *(f"update_weights_{update}" for update in updates)):
+    for name in ("load_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc"):
         update = packing_again(vars(WeightUpdater)[name], lambda updater: updater.get_model())
         setattr(WeightUpdater, name, update)
-    check = packing_again(WeightChecker.handle, lambda checker: checker._get_model())
-    WeightChecker.handle = check
+    reset = packing_again(WeightChecker._reset_tensors, lambda checker: checker._get_model())
+    WeightChecker._reset_tensors = reset
 
 
 def packing_again(update: Callable[..., Any], model_of: Callable[[Any], torch.nn.Module]) -> Callable[..., Any]:

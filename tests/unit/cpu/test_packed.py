@@ -33,7 +33,6 @@ def model() -> torch.nn.Module:
 
 
 def test_large_fp32_layers_and_the_head_are_packed(model) -> None:
-    model.lm_head = model["lm_head"]
     packed.pack(model)
     methods = {name: layer.quant_method for name, layer in model.items()}
     assert {name for name, method in methods.items() if isinstance(method, packed.Packed)} == {"proj", "lm_head"}
