@@ -79,11 +79,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--arm", type=Arm, default=Arm.PLUGIN, choices=workers, help="DFLASH worker; stock: SGLang's own"
     )
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder for the servers' logs")
-    parser.add_argument(
-        "--smollm2",
-        action="store_true",
-        help="serve SmolLM2-135M-Instruct, a download of 93 MB",
-    )
+    parser.add_argument("--smollm2", action="store_true", help="serve SmolLM2-135M-Instruct, a download of 93 MB")
     parser.add_argument("--target", type=Path, help="folder of another target, of the tiny pair's architecture")
     parser.add_argument("--draft", type=Path, help="folder of another draft")
     options = parser.parse_args(arguments)
