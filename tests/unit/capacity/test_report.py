@@ -250,7 +250,7 @@ def test_flags_that_take_memory_are_not_ignored(capsys):
 
 
 def test_promised_lifts_hold(capsys):
-    """The capacity with a recommended flag equals the printed number of requests."""
+    """With each printed flag the capacity equals the number printed next to it."""
     for changes in ([], ["--context", "65536"], ["--gpu-memory", "60"], ["--max-running-requests", "4"]):
         asked = [*ASKED, "--mem-fraction", "0.85", "--json", *changes]
         capacity_report.main(asked)
