@@ -60,12 +60,13 @@ def weigh_copies_ref(
             if length:
                 tail = texts.text_QM[row, :n].tolist() + block[: d + 1]
                 copy = [tail[source + i % (len(tail) - source)] for i in range(N - 1 - d)]
-                counts_K2[length_class(length)] += torch.tensor([d + n_agreed(copy, committed[d:]) - own, 1])
+                gain = d + n_agreed(copy, committed[d:]) - own
+                counts_K2[length_class(length)] += counts_K2.new_tensor([gain, 1])
         counts_K2[counts_K2[:, 1] > MEMORY] >>= 1
         place = int(copied.place_B[b])
         if place < N - 1:
             n_accepted = max(len(committed) - 1 - place, 0)
-            totals_K2[length_class(int(copied.length_BD[b, place]))] += torch.tensor([1, n_accepted])
+            totals_K2[length_class(int(copied.length_BD[b, place]))] += totals_K2.new_tensor([1, n_accepted])
 
 
 def n_agreed(drafts: list[int], committed: list[int]) -> int:

@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.forward_batch_info import compute_position
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.utils import async_h2d
+from sglang.srt.utils import async_h2d, async_h2d_stack
 
 from sglang_dflash.step import Block, Plan
 
@@ -159,7 +159,7 @@ class RingSlots:
         rows_T = np.concatenate([np.arange(last - kept, last) for last, kept in zip(last_B, kept_B, strict=True)])
         positions_T = rows_T + np.repeat(prefix_B + new_B - last_B, kept_B)
         slots_T = np.repeat(rows_B * self.size, kept_B) + positions_T % self.size
-        where_3T = async_h2d(np.stack([rows_T, positions_T, slots_T]), dtype=torch.int64, device=device)
+        where_3T = async_h2d_stack([torch.from_numpy(x_T) for x_T in (rows_T, positions_T, slots_T)], device=device)
         all_kept = len(rows_T) == last_B[-1]
         return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2])
 
@@ -181,10 +181,11 @@ class RingSlots:
         new_B = (self.generation_R[rows_B] != generation_B) | (self.end_R[rows_B] != prefix_B)
         self.generation_R[rows_B], self.end_R[rows_B] = generation_B, end_B
         if new_B.any():
-            row_first_2B = np.stack([rows_B[new_B], prefix_B[new_B]])
-            self.first_R_cpu[row_first_2B[0]] = row_first_2B[1]
-            row_B, first_B = async_h2d(row_first_2B, dtype=torch.int64, device=self.first_R.device)
-            self.first_R[row_B] = first_B
+            begun_B, first_B = rows_B[new_B], prefix_B[new_B]
+            self.first_R_cpu[begun_B] = first_B
+            on_host = [torch.from_numpy(begun_B), torch.from_numpy(first_B)]
+            row_B, values_B = async_h2d_stack(on_host, device=self.first_R.device)
+            self.first_R[row_B] = values_B
 
 
 class ExactRingSlots(RingSlots):

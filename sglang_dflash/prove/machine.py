@@ -36,6 +36,8 @@ ATTENTION = {
 ALIASES = {"sm86": "sm80", "sm87": "sm80", "sm103": "sm100", "sm121": "sm120"}
 PAGE_SIZES = (1, 16)
 FP32_ATTENTION = ("triton",)  # backends that compute in fp32 on a GPU; an emulated backend always does
+# SGLang's CUDA kernels of norms take no fp32, so its operations run in torch.
+FP32_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
 # SGLang captures no batch sizes on a CPU by default. Emulating prefill graphs takes a minute, so they are disabled.
 EMULATION_FLAGS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "--cuda-graph-backend-prefill", "disabled")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -111,7 +113,7 @@ class Place:
         """Return the environment variables to add for a server."""
         if self.gpu is None:
             return tiny.ENV | OFFLINE
-        return OFFLINE | ({"SGLANG_MAMBA_CONV_DTYPE": "float32"} if self.exact(attention) else {})
+        return OFFLINE | (FP32_ENV if self.exact(attention) else {})
 
 
 def place_of(options: argparse.Namespace) -> Place:

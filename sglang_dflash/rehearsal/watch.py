@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C import _len_torch_function_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -254,6 +255,8 @@ def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         # The stack is not empty inside `with torch.device(...)`.
         on_host = kwargs.get("device") is None and not _len_torch_function_stack()
+        if pin_memory and original is _tensor and isinstance(args[0], np.ndarray | torch.Tensor):
+            return original(*args, pin_memory=True, **kwargs)  # torch refuses this, on every machine
         if kwargs.get("out") is not None or _n_launches or not (pin_memory or on_host):
             tensor = original(*args, **kwargs)
             if original is _tensor and _watch is not None:

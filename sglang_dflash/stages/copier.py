@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.utils import async_h2d
+from sglang.srt.utils import async_h2d, async_h2d_stack
 from sglang_dflash_kernels.accept import Accepted
 from sglang_dflash_kernels.copy_draft import COPY_DRAFT, N_CLASSES, Copied, Texts
 from sglang_dflash_kernels.weigh_copies import WEIGH_COPIES
@@ -107,11 +107,8 @@ class TextCopies:
         """Write the whole history of each request, cached parts included, and reset its counts."""
         rows = [req.kv.req_pool_idx for req in batch.reqs]
         texts = [np.asarray(req.get_fill_ids()) for req in batch.reqs]
-        text_T = async_h2d(
-            np.concatenate([np.where(text < self.vocab_size, text, NO_TEXT) for text in texts]),
-            dtype=torch.int32,
-            device=self.device,
-        )
+        text_T_cpu = np.concatenate([np.where(text < self.vocab_size, text, NO_TEXT) for text in texts], dtype=np.int32)
+        (text_T,) = async_h2d_stack([torch.from_numpy(text_T_cpu)], device=self.device)
         for row, text in zip(rows, text_T.split([len(text) for text in texts]), strict=True):
             self.text_QM[row, : len(text)] = text
         self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0

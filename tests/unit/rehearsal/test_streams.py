@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -195,6 +196,14 @@ def test_pinned_memory_is_reusable_after_its_copy(watched: Watch, whose: None) -
     pageable = torch.zeros(4)
     x = pageable.to("cpu", non_blocking=True)  # pageable memory is staged before the call returns
     pageable.fill_(1)
+
+
+@pytest.mark.parametrize("data", [np.arange(3), torch.arange(3)])
+def test_numpy_arrays_and_tensors_cannot_be_pinned_as_data(watched: Watch, whose: None, data: object) -> None:
+    """torch refuses them on a GPU: the first prompt of a server whose n-gram copies did this ended the server."""
+    with pytest.raises(RuntimeError, match="Can't pin tensor constructed from"):
+        torch.tensor(data, pin_memory=True)
+    assert torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
 
 
 def test_the_hosts_own_tensors_have_no_stream(watched: Watch, whose: None) -> None:
