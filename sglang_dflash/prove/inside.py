@@ -102,7 +102,7 @@ def check_steps(place: Place, watched: Watched, reference: Reference, found: Fou
 
 @watching("answers", "greedy answers equal plain torch's", whole_blocks=8, copies=8)
 def check_answers(place: Place, watched: Watched, reference: Reference, found: Found) -> None:
-    tie = served.near_tie(place, place.backends[0])
+    tie = served.near_tie(place)
     tokens = {c: [one.token_ids for one in answers] for c, answers in watched.answers.items()}
     compared = {c: served.compare(watched.prompts, reference, answers, tie) for c, answers in tokens.items()}
     bad = [text for one in compared.values() for text in one.beyond_a_tie]
@@ -154,7 +154,7 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
     if not Path(place.pair.target).is_dir():
         pytest.skip(f"{place.pair.target} is no directory, so its config.json is not here to be counted")
     target, draft = geometry.read_target(str(place.pair.target)), geometry.read_draft(str(place.pair.draft))
-    ranks, page, in_fp32 = info["tp_size"], pools["page_size"], place.exact(place.backends[0])
+    ranks, page, in_fp32 = info["tp_size"], pools["page_size"], place.exact
     attention = [replace(one.attention, itemsize=FP32) if in_fp32 else one.attention for one in (target, draft)]
     per_token, draft_per_token = (one.bytes_per_token(ranks) for one in attention)
     draft_tokens = pools["target_tokens"]

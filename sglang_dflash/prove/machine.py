@@ -35,9 +35,6 @@ ATTENTION = {
 }
 ALIASES = {"sm86": "sm80", "sm87": "sm80", "sm103": "sm100", "sm121": "sm120"}
 PAGE_SIZES = (1, 16)
-FP32_ATTENTION = ("triton",)  # backends that compute in fp32 on a GPU; an emulated backend always does
-# SGLang's CUDA kernels of norms take no fp32, so its operations run in torch.
-FP32_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
 # SGLang captures no batch sizes on a CPU by default. Emulating prefill graphs takes a minute, so they are disabled.
 EMULATION_FLAGS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "--cuda-graph-backend-prefill", "disabled")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -90,9 +87,13 @@ class Place:
         """
         return self.gpu is None and not self.is_own
 
-    def exact(self, attention: str) -> bool:
-        """Return whether servers compute in fp32. This is False for the user's own pair, which keeps its dtype."""
-        return not self.is_own and (self.gpu is None or attention in FP32_ATTENTION)
+    @property
+    def exact(self) -> bool:
+        """Return whether servers compute in fp32.
+
+        The user's own pair keeps its dtype. On a GPU SGLang's kernels for hybrid targets take no fp32.
+        """
+        return self.gpu is None and not self.is_own
 
     @property
     def env_of_checks(self) -> dict[str, str]:
@@ -107,13 +108,12 @@ class Place:
             return own
         if self.gpu is None:
             return [*tiny.FLAGS, *tiny.HYBRID_FLAGS, *EMULATION_FLAGS, *own]
-        return [*GPU_FLAGS, "--dtype", "float32" if self.exact(attention) else "bfloat16", *own]
+        return [*GPU_FLAGS, "--dtype", "bfloat16", *own]
 
-    def env(self, attention: str) -> dict[str, str]:
+    @property
+    def env(self) -> dict[str, str]:
         """Return the environment variables to add for a server."""
-        if self.gpu is None:
-            return tiny.ENV | OFFLINE
-        return OFFLINE | (FP32_ENV if self.exact(attention) else {})
+        return tiny.ENV | OFFLINE if self.gpu is None else OFFLINE
 
 
 def place_of(options: argparse.Namespace) -> Place:

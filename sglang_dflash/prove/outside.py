@@ -51,7 +51,7 @@ def check_parity(place: Place, attention: str, page_size: int, found: Found) -> 
                 tokens[arm] = {c: [one.token_ids for one in many] for c, many in answers.items()}
             if Arm.OFF in servers:
                 reference = Reference(tokens[Arm.OFF][1], served.likeliest_of(servers[Arm.OFF]))
-                finding = judge_parity(served.near_tie(place, attention), asked, tokens, reference)
+                finding = judge_parity(served.near_tie(place), asked, tokens, reference)
     found(finding)
 
 
@@ -125,7 +125,7 @@ def check_speed(place: Place, found: Found) -> None:
     small, output = place.gpu is None or place.short, place.folder / "speed"
     concurrency, n_prompts, repeats = (SPEED_AT_EMULATED, 8, 1) if small else (SPEED_AT, 64, 3)
     n_tokens = 48 if place.gpu is None else 512
-    os.environ.update(place.env(place.backends[0]))
+    os.environ.update(place.env)
     bench(
         [
             *("--serve", "--arms", "off", "stock", "ours", "--no-latency", "--port", str(place.port)),
