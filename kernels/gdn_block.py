@@ -136,5 +136,5 @@ def log_decay(
 
 
 def l2_normalised(x: torch.Tensor) -> torch.Tensor:
-    """Return x divided by its L2 norm over the last dimension."""
+    """Return x / sqrt(|x|^2 + L2_EPS), with the norm |x| over the last dimension."""
     return x * torch.linalg.vecdot(x, x).add_(L2_EPS).rsqrt_()[..., None]

@@ -1,6 +1,6 @@
-"""Gated delta rule over a drafted block: outputs for every slot, and records that `gdn_fold` adds to the states.
+"""Gated delta rule over a drafted block: outputs for every token, and records that `gdn_fold` adds to the states.
 
-Verify must not change the recurrent state, because the number of kept rows is not known yet. Storing the state after
+Verify must not change the recurrent state, because the number of kept tokens is not known yet. Storing the state after
 every token costs H V K values per token (3 MiB per layer in Qwen3.5-27B). A record has only H V + G K + H values:
 delta and key, whose outer product the token adds to the state, and the log decay from the block's start to the token.
 
@@ -14,8 +14,8 @@ The CPU form and the kernel compute a block at once, by matrix products and one 
 are bf16, tensor cores multiply them by the state, which is split into bf16 numbers that add up to it exactly. Otherwise
 products are fp32.
 
-Requests with a negative slot are padding. Their outputs are zero for any inputs, so that no NaN reaches the target.
-Their rows of the record are not written.
+Requests with a negative state slot are padding. Their outputs are zero for any inputs, so that no NaN reaches the
+target. Their rows of the record are not written.
 """
 
 from typing import NamedTuple

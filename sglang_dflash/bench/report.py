@@ -113,7 +113,11 @@ def warnings(report: BenchReport) -> Iterator[str]:
 
 
 def few_steps(turns: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a warning per arm with turns so short that verify widths were still adapting."""
+    """Yield a warning per arm with a turn so short that its verify widths were still adapting.
+
+    Args:
+        turns: counts of steps by width, for each turn (`schedule.Turn`: an arm's requests for a part of the prompts).
+    """
     short = [turn for turn in turns if len(turn["n_steps"]) > 1 and sum(turn["n_steps"].values()) < FEW_STEPS]
     for name in dict.fromkeys(turn["arm"] for turn in short):
         yield f"{name}: some turns had fewer than {FEW_STEPS} steps, in which widths still adapt; raise --num-prompts."

@@ -124,12 +124,12 @@ class Serving:
 
 
 class States(NamedTuple):
-    """Sizes of the recurrent pools: state slots, requests, bytes of all states, and bytes of all blocks."""
+    """Sizes of the recurrent pools."""
 
-    n_slots: int
-    n_requests: int
-    persistent_bytes: float
-    block_bytes: float
+    n_slots: int  # state slots, without the one for padding
+    n_requests: int  # number of requests for which there are enough state slots
+    persistent_bytes: float  # memory of all state slots
+    block_bytes: float  # memory that verifies write: records, or with SGLang's worker a state per token
 
 
 @dataclass(frozen=True)

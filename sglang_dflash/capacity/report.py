@@ -73,7 +73,7 @@ def answer(options: argparse.Namespace) -> Report:
     """Compute the report.
 
     Raises:
-        ValueError: a model is unknown or cannot be computed, or flags do not fit the models.
+        ValueError: a model is unknown, its memory cannot be computed, or flags do not fit the models.
     """
     target = geometry.read_target(options.model)
     if target.recurrent and options.mamba_ssm_dtype:

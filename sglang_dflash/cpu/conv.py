@@ -147,7 +147,9 @@ def _activated(y: torch.Tensor, bias: torch.Tensor | None, activation: str | boo
 
 
 def _save_windows(window: torch.Tensor, row_B: torch.Tensor, joined: torch.Tensor) -> None:
-    """Store the last P inputs after each token t: window[row, t] = joined[t + 1 : t + 1 + P], transposed to [F, P].
+    """Store the convolution state of each token t: the P inputs up to and including t, as [F, P].
+
+    In `joined` these are joined[:, t + 1 : t + 1 + P], because P earlier inputs precede the block.
 
     Successive windows share P - 1 inputs. If SGLang stores them as overlapping views of one strip, the strip is written
     once.

@@ -23,7 +23,10 @@ def fused_gdn_gating(
     beta: float = 1.0,
     threshold: float = 20.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log decay and sigmoid(b) for a, b [T, H], as two fp32 [1, T, H]; sigmoid(b) is rounded to b's dtype."""
+    """Return log decay and sigmoid(b), both fp32 [1, T, H], for a, b [T, H].
+
+    As in SGLang's kernel, values of sigmoid(b) are first rounded to b's dtype.
+    """
     g_TH = log_decay(A_log, a, dt_bias, beta=beta, threshold=threshold)
     return g_TH[None], b.float().sigmoid().to(b.dtype).float()[None]
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 def memcpy(
     dst: torch.Tensor, src: torch.Tensor, dim: int, offset: torch.Tensor, sz: torch.Tensor, offset_src: bool
 ) -> None:
-    """Copy `sz` rows of `src` to `dst`. `offset` and `sz` are not read on the host.
+    """Copy `sz` rows of `src` to `dst`. `offset` and `sz` are used only as tensors.
+
+    SGLang's own CPU version reads their values on the host, which a captured graph must not do.
 
     With `offset_src` the rows begin at row `offset` of `src`, and go to row 0 of `dst`. Without it they begin at row 0
     of `src`, and go to row `offset` of `dst`.

@@ -45,7 +45,7 @@ class Verified(NamedTuple):
 
 
 class StepTrace:
-    """Reader of the step trace (`SGLANG_DFLASH_WIDTH_TRACE`) that a server is writing, by request."""
+    """Reader of a running server's step trace (`SGLANG_DFLASH_WIDTH_TRACE`). It sorts the steps by request."""
 
     def __init__(self, folder: Path) -> None:
         self.files = [path.open() for path in sorted(folder.glob("*.jsonl"))]

@@ -26,10 +26,10 @@ def names_draft(config: Mapping[str, Any]) -> bool:
 
 
 def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the config in z-lab's dialect. A config in neither of the other two dialects is returned unchanged.
+    """Return the config in z-lab's dialect. Configs of speculators and DeepSpec are converted, others unchanged.
 
     Raises:
-        NotSupported: the draft is not DFlash, has a reduced vocabulary, or is anchor-first.
+        NotSupported: the draft is not DFlash, has a reduced vocabulary, or predicts slot 1's token in slot 0.
         ValueError: a field of speculators' dialect is missing or malformed.
     """
     names = config.get("architectures") or ()

@@ -26,7 +26,8 @@ from sglang_dflash.host.increments import hook_parsers
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
 MOST_TOP_K = 2**31 - 1  # largest top_k, because SGLang stores top_k as int32
-# Largest logit bias (absolute) and temperature. Far below fp32's maximum of 3.4e38, so that logits stay finite.
+# Largest logit bias (absolute) and temperature, far below fp32's maximum of 3.4e38. A larger bias could make logits
+# infinite. A larger temperature could be infinite in fp32, and turn masked logits (-inf) into NaN.
 MOST = 1e30
 LEAST_REPETITION = 1e-30  # least repetition_penalty; logits divided by less could overflow fp32
 # Largest number of answers (n times the number of prompts) to a request with n > 1. SGLang creates an internal request

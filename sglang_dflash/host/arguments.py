@@ -35,7 +35,7 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """Facts about the target that the draft must match."""
+    """Facts about the target, for checks of the draft and for the settings of the server."""
 
     path: str
     architecture: str

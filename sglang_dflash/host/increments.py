@@ -5,9 +5,9 @@ increment. If an increment contains several events, these parsers lose arguments
 loses an answer. So increments are split into pieces of about a token, the pieces are parsed one by one, and the results
 are joined.
 
-A special token is not split, because some parsers do not recognise its parts. Runs of punctuation are not split either,
-and white space is kept with the following piece, because tokenizers do the same. Besides, Llama's parser would read any
-piece that starts with a brace as a call.
+A special token is not split, because some parsers do not recognise its parts. Runs of punctuation are not split, and
+white space stays with the following piece, as tokenizers do. Llama's parser reads a piece that starts with a brace as a
+call. These two rules keep a brace after punctuation or white space inside its piece.
 """
 
 from __future__ import annotations

@@ -37,7 +37,10 @@ Stock = Callable[..., None]
 
 
 def admit(stock: Callable[..., str | None], *args: Any) -> None:
-    """Accept requests that SGLang's own worker rejects (hidden states, min_p, sampling on CPU): return None.
+    """Accept every request: return None.
+
+    SGLang's own worker rejects `return_hidden_states` with the overlap schedule. With `return_sampling_mask` it also
+    rejects min_p, and sampling where its sampling kernel is not available.
 
     Hook around `validate_dflash_request` and `validate_spec_sampling_mask_request`.
     """

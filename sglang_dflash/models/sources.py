@@ -44,7 +44,7 @@ NOT_SOURCE = {"site-packages", "test", "tests"}
 
 
 class Kind(StrEnum):
-    """Kind of a piece."""
+    """Kind of a piece: a function, a function's header (signature and docstring), or a longer docstring."""
 
     CODE = "code"
     HEADER = "header"
@@ -112,7 +112,7 @@ def tasks(folders: Sequence[Path], n: int, seed: int) -> Iterator[Messages]:
 
 
 def pieces_of(folders: Sequence[Path]) -> set[Piece]:
-    """Parse all files in `folders`, and return their distinct pieces."""
+    """Return the distinct pieces of the Python files in `folders`, see `sources`."""
     return {piece for folder in folders for source in sources(folder) for piece in pieces(*source)}
 
 

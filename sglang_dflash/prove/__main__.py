@@ -79,7 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     from sglang_dflash.prove.report import Collector, adopt_orphans, end_children, markdown
 
     os.environ.update(place.env_of_checks | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # pytest then ends its workers, and returns
+    # SIGTERM raises KeyboardInterrupt, as Ctrl-C does. So pytest ends its workers and returns.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     words = [*map(str, FILES), *PYTEST, "-o", f"cache_dir={options.out.parent / '.prove_cache'}", *options.more]
     collector = Collector(Run(place, tuple(options.only), deadline=0))
     with redirect_stdout(StringIO()) as output:

@@ -71,7 +71,7 @@ def normed(x_TH: torch.Tensor) -> torch.Tensor:
 
 
 @check("draft graph", "a captured draft forward reads the target's head once for all requests", 2, short=True, gpu=True,
-       expected="H200: 1.4 / 1.5 / 4.5 ms; with a head read per request 1.4 / 5.7 / 22")  # fmt: skip
+       expected="H200: 1.65 / 1.85 / 4.45 ms (seen); with a head read per request 1.4 / 5.7 / 22")  # fmt: skip
 def check_draft_graph(found: Found) -> None:
     """Compare the forward's median times at 1 and 8 requests. Each round runs every batch size once."""
     shapes = Shapes()

@@ -1,4 +1,4 @@
-"""Servers on the machine and pair of a run (`Place`), their answers to prompts, and plain torch's answers."""
+"""Servers of a run's pair on its machine (`Place`), their answers to prompts, and plain torch's answers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

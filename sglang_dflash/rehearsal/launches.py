@@ -98,7 +98,7 @@ def is_plain(batch: Any) -> bool:
 
 
 def allowed_of(worker: Any) -> dict[str, int]:
-    """Return the budget of a worker's steps, by stage."""
+    """Return the largest allowed number of emulated launches in a worker's decode step, by stage."""
     planned = {
         "draft": worker.config.draft_attention_backend == "flashinfer",
         "verify": worker.target_runner.decode_attention_backend_str == "flashinfer",
@@ -107,7 +107,7 @@ def allowed_of(worker: Any) -> dict[str, int]:
 
 
 def allowed(*, ring: bool, planned: Collection[str] = ()) -> dict[str, int]:
-    """Return the budget by stage.
+    """Return the largest allowed number of emulated launches in a decode step, by stage.
 
     Args:
         ring: the draft has a ring buffer.

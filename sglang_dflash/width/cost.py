@@ -27,7 +27,9 @@ class StepCost:
     def __init__(self, widths: Sequence[int], seconds: Mapping[int, Sequence[float]], agree: Agree) -> None:
         """`widths`: ascending; `seconds`: for each measured batch size, the time at each width."""
         self.widths, self.sizes, self.agree = tuple(widths), sorted(seconds), agree
-        self.measured_SW = [list(seconds[size]) for size in self.sizes]
+        # A step of fewer requests takes no longer. If it was measured longer, the machine was busy at that moment.
+        times_SW = np.array([seconds[size] for size in self.sizes], dtype=float)
+        self.measured_SW = np.minimum.accumulate(times_SW[::-1])[::-1].tolist()
         self.errors_W = [deque[float](maxlen=RECENT) for _ in self.widths]  # relative errors of the last steps
         # parts_N[n]: for n requests, (index of a measured size, weight) pairs of a linear interpolation.
         weight_SN = [np.interp(range(self.sizes[-1] + 1), self.sizes, one).tolist() for one in np.eye(len(self.sizes))]

@@ -87,10 +87,10 @@ class Random(Policy):
 
 
 class Rhythm:
-    """Two factors on the expected number of accepted drafts: for blocks without a rest before them, and after a rest.
+    """Factors that correct the expected number of accepted drafts: for blocks without, and with, a rest before them.
 
-    A factor is a quotient of the blocks of its kind, divided by the same quotient of all blocks. The quotient is the
-    number of accepted drafts divided by the number that `Acceptance` expects. With little evidence a factor is near 1.
+    `Acceptance` does not consider rests. So the ratio of accepted to expected drafts is computed for each kind of
+    block. A factor is this ratio, divided by the ratio for all blocks. With little evidence a factor is near 1.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,8 @@ class Adaptive(Policy):
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
             self.saved_s -= review.price_s
-            if len(rids) == 1:  # a batch's budget may become negative, so that batches that change often rarely look
+            # In a batch the budget may become negative. Then new requests cause no look until it is 0 again.
+            if len(rids) == 1:
                 self.saved_s = max(self.saved_s, 0.0)
             decision = review.look
         if decision.width > 1:
@@ -193,7 +194,8 @@ class Adaptive(Policy):
             best=Decision(width, expected[rest, width]),
             look=look,
             block_s=seconds[block],
-            price_s=seconds[block] - look.expected / rate,  # time of the look, minus that of `best` for as many tokens
+            # Seconds of a look, minus the seconds in which `best` commits as many tokens as the look.
+            price_s=seconds[block] - look.expected / rate,
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
         )
 

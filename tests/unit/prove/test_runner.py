@@ -194,7 +194,8 @@ def test_a_given_pair_is_served_alone_with_its_flags(monkeypatch):
     own, tiny = machine.place_of(options), machine.place_of(program.parse(["-k", "distribution"]))
     assert own.flags("fa3", 16) == ["--attention-backend", "fa3", "--page-size", "16", "--tp-size", "2"]
     assert not own.side_by_side
-    assert not own.exact and not tiny.exact
+    assert not own.exact
+    assert not tiny.exact
     assert "bfloat16" in tiny.flags("triton")
 
 

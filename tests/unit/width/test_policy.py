@@ -63,6 +63,12 @@ def step_cost(seconds_W: Sequence[float], widths: Sequence[int] = WIDTHS) -> Ste
     return StepCost(widths, {1: seconds_W}, alone)
 
 
+def test_fewer_requests_never_cost_more_than_more() -> None:
+    """The machine was busy while one request was timed, and a wide verify seemed cheap beside a narrow one."""
+    cost = StepCost((1, 4), {1: (0.44, 0.59), 2: (0.08, 0.15), 4: (0.13, 0.22)}, alone)
+    assert [cost.of(n) for n in (1, 2, 4)] == [[0.08, 0.15], [0.08, 0.15], [0.13, 0.22]]
+
+
 @given(st.lists(steps(), max_size=30), steps())
 def test_expected_length_is_concave_and_at_most_the_width(history: list[Step], last: Step) -> None:
     expected_N = trained(history).expected(last[0])
