@@ -148,7 +148,8 @@ def table(report: BenchReport) -> Table:
     over = [arm for arm in report.arms if any(arm in line.over for line in lines)]
     with_equal = lines[0].n_equal is not None
     with_widths = any(line.steps_by_width for line in lines)
-    latencies = "TTFT ms\np50 / p99", "TPOT ms\np50 / p99"
+    with_latencies = any(line.ttft_ms["p50"] is not None for line in lines)
+    latencies = ["TTFT ms\np50 / p99", "TPOT ms\np50 / p99"] if with_latencies else []
     names = ("task", "c", "arm", "tok/s", *(f"x {name}" for name in over), "committed\nper step", *latencies)
     for name in (*names, *(["equal"] if with_equal else []), *([WIDTHS] if with_widths else [])):
         table.add_column(name, justify="left" if name in ("arm", "task", WIDTHS) else "right", no_wrap=True)
@@ -159,12 +160,15 @@ def table(report: BenchReport) -> Table:
                 *(line.task, str(line.concurrency), line.arm, _spread(line.tokens_per_s, 0)),
                 *(_spread(line.over.get(name), 2) for name in over),
                 _number(line.committed_per_step, 2),
-                " / ".join(_number(value, 0) for value in line.ttft_ms.values()),
-                " / ".join(_number(value, 1) for value in line.tpot_ms.values()),
+                *([_pair(line.ttft_ms, 0), _pair(line.tpot_ms, 1)] if with_latencies else []),
                 *(["–" if line.n_equal is None else f"{line.n_equal} of {line.n_answers}"] if with_equal else []),
                 *([", ".join(widths)] if with_widths else []),
             )
     return table
+
+
+def _pair(ms: Mapping[str, float | None], n_digits: int) -> str:
+    return " / ".join(_number(value, n_digits) for value in ms.values())
 
 
 def markdown(arms: Sequence[str], lines: Sequence[Line]) -> str:

@@ -13,7 +13,7 @@ from sglang_dflash.bench import measure
 from sglang_dflash.bench.client import steps_of
 from sglang_dflash.bench.compare import Difference, differences, lead
 from sglang_dflash.bench.measure import Completion, Measurement, Spread, Steps, percentile, slices, timed
-from sglang_dflash.bench.report import few_steps, markdown, noise
+from sglang_dflash.bench.report import BenchReport, few_steps, markdown, noise, table
 from sglang_dflash.bench.rows import Line, Row, means, row, summarise
 from sglang_dflash.servers.document import portable
 from sglang_dflash.tiny import pairs as tiny
@@ -182,6 +182,16 @@ def test_a_run_has_steps_only_if_every_answer_has():
     assert math.isnan(Steps(0, 0).committed_per_step)
     assert all(map(math.isnan, Steps(0, 0, (0,)).acceptance_by_position))
     assert Measurement([uncounted, uncounted], 1.0, 0.0, counted=Steps(2, 2)).steps == Steps(2, 2)
+
+
+@pytest.mark.parametrize(("p50", "shown"), [(None, False), (3.0, True)])
+def test_table_has_latencies_only_if_they_were_measured(p50: float | None, shown: bool) -> None:
+    latencies: dict[str, float | None] = {"p50": p50, "p99": p50}
+    line = Line("GSM8K", 1, "off", Spread(8.0, 8.0, 8.0), 1.0, latencies, latencies, None, {}, 1, None, [], [])
+    about = {"machine": {"gpus": [], "cpu": "C", "cores": 2}, "versions": {"sglang": "0"}, "commit": "c", "gate": None}
+    about |= {"max_new_tokens": 8, "temperature": 0.0, "thinking": False, "repeats": 1}
+    made = table(BenchReport(about, {"off": {}}, [], [line], [], []))
+    assert any("TTFT" in str(column.header) for column in made.columns) is shown
 
 
 def test_tables_have_the_model_cards_layout():
