@@ -255,7 +255,8 @@ def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         # The stack is not empty inside `with torch.device(...)`.
         on_host = kwargs.get("device") is None and not _len_torch_function_stack()
-        if pin_memory and original is _tensor and isinstance(args[0], np.ndarray | torch.Tensor):
+        data = args[0] if args else kwargs.get("data")
+        if pin_memory and original is _tensor and isinstance(data, np.ndarray | torch.Tensor):
             return original(*args, pin_memory=True, **kwargs)  # torch refuses this, on every machine
         if kwargs.get("out") is not None or _n_launches or not (pin_memory or on_host):
             tensor = original(*args, **kwargs)
