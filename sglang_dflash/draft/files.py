@@ -72,7 +72,7 @@ def own_names(files: Iterable[tuple[str, Mapping[str, Value]]]) -> dict[str, Val
     """Return the tensors by name without the prefix `model.`, which some exporters add, and without rotary tables.
 
     Args:
-        files: names of the draft's files, with the tensors of each.
+        files: names of the draft's files, each with its tensors, or the tensors' shapes, by name.
     Raises:
         ValueError: two tensors have the same name, so a loader would take either.
     """
@@ -98,7 +98,7 @@ def local_folder(source: str | Path) -> Path:
     if not folder.is_dir():
         if folder.is_absolute() or str(source).count("/") != 1:
             raise FileNotFoundError(f"there is no folder {source}; give a checkpoint's folder or its name on the hub")
-        folder = Path(snapshot_download(str(source), allow_patterns=["config.json", "*.safetensors"]))
+        folder = Path(snapshot_download(str(source), allow_patterns=["config.json", "*.safetensors", MASK_EMBEDDING]))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a DFlash checkpoint")
     return folder
@@ -131,7 +131,7 @@ def weight_files(folder: Path) -> list[Path]:
         NotSupported: the draft has its own mask embedding.
     """
     if (folder / MASK_EMBEDDING).exists():
-        raise NotSupported(f"{folder} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; {STOCK}")
+        raise _own_mask(folder)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         cure = "fetch the draft again"
@@ -146,6 +146,10 @@ def weight_files(folder: Path) -> list[Path]:
     if other:
         raise ValueError(f"{folder} holds {other[0]}, and only safetensors are loaded; convert it")
     raise ValueError(f"{folder} has a config.json and no *.safetensors; fetch the draft's weights")
+
+
+def _own_mask(source: str | Path) -> NotSupported:
+    return NotSupported(f"{source} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; {STOCK}")
 
 
 # -- a directory ---------------------------------------------------------------------------------------------------
@@ -193,6 +197,7 @@ def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
 def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Shapes]]:
     try:
         files = HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata
+        has_own_mask = HfApi().file_exists(repository, MASK_EMBEDDING, revision=revision)
     except NotASafetensorsRepoError:
         raise ValueError(f"{repository} has no safetensors weights; convert the draft to safetensors") from None
     except (HfHubHTTPError, OfflineModeIsEnabled) as error:
@@ -200,5 +205,7 @@ def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Sh
         raise ValueError(
             f"{repository}: its weights are not here and cannot be fetched ({reason}); download them"
         ) from None
+    if has_own_mask:
+        raise _own_mask(repository)
     for file, found in files.items():
         yield f"{repository}/{file}", {name: tuple(info.shape) for name, info in found.tensors.items()}

@@ -1,13 +1,14 @@
 """The checkpoint reader must read the fields of a valid draft, and refuse an invalid one in one sentence."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sglang_dflash.draft import checkpoint
+from sglang_dflash.draft import checkpoint, files
 from sglang_dflash.errors import NotSupported
 
 
@@ -191,6 +192,17 @@ def test_a_trained_mask_embedding_is_refused(folder):
     (folder / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(NotSupported, match=r"has a mask embedding of its own, mask_embedding\.pt"):
         checkpoint.read(str(folder))
+
+
+def test_a_repositorys_mask_embedding_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """Only the headers of a repository's tensors are fetched, so its list of files must be read."""
+    found = SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors={})})
+    monkeypatch.setattr(files.HfApi, "get_safetensors_metadata", lambda *_, **__: found)
+    monkeypatch.setattr(files, "_cached_snapshot", lambda *_: None)
+    for exists in (False, True):
+        monkeypatch.setattr(files.HfApi, "file_exists", lambda *_, exists=exists, **__: exists)
+        with pytest.raises(NotSupported, match=r"someone/draft has a mask") if exists else nullcontext():
+            files.tensor_shapes("someone/draft", None)
 
 
 def refused(path: Path, sentence: str) -> None:
