@@ -1,7 +1,7 @@
-"""`DFlashConfig`: frozen record of every choice made before weights load. Building the record checks them.
+"""`DFlashConfig`: frozen record of every choice made before weights load. Building it checks the choices.
 
-The choices depend on the draft checkpoint, the server's arguments, the target and the environment flags. There is a
-record of each, and `combine` is a pure function of the four records. So its errors are tested without SGLang. Each
+The choices depend on the draft checkpoint, the server's arguments, the target and the environment flags. Each of the
+four has a record, and `combine` is a pure function of these records. So its errors are tested without SGLang. Each
 error is one sentence and names the flag or field to change. `host/arguments.py` reads SGLang's arguments.
 """
 
@@ -32,13 +32,13 @@ class DFlashConfig:
 
     Attributes:
         block_size: N, tokens per block: the anchor and the drafts; at most `draft.block_size`, the trained size.
-        widths: numbers of tokens of a block that a step may verify, ascending; empty on a prefill-only server.
+        widths: verify widths, in tokens per request, that a step may have, ascending; empty on a prefill-only server.
         copy: use of n-gram copies to continue blocks; OFF if this server cannot copy.
-        gdn_state: method that advances the target's recurrent states; None if the target has none or this server
-            never verifies.
+        gdn_state: method that advances the target's recurrent states; None if it has no such states or this
+            server never verifies.
         attention_dp: attention is data parallel, so groups of ranks serve different requests.
         slots_are_ours: only this worker reads and writes KV slots. False with a host cache
-            (`--enable-hierarchical-cache`) or disaggregation, because SGLang then copies K/V out of or into slots.
+            (`--enable-hierarchical-cache`) or disaggregation, because SGLang then copies K/V from or to KV slots.
         draft_quantization: value for `--speculative-draft-model-quantization`, applied to the draft's linear layers at
             load; None: not quantized, even if the target is.
         dtype: dtype of the target, also used for the draft's weights and activations, e.g. "bfloat16".
@@ -88,7 +88,7 @@ class DFlashConfig:
 
     @property
     def widest(self) -> int:
-        """Return the largest number of tokens that a step writes for a request."""
+        """Return the largest number of tokens per request whose K/V a step writes."""
         return widest(self.block_size, self.widths)
 
     @cached_property
@@ -216,7 +216,7 @@ def _check_parallel(arguments: Arguments) -> None:
 def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
     if not arguments.streaming_session:
         return
-    # None: SGLang has not resolved the page size. `from_server_args` runs again in the scheduler process, after that.
+    # page_size None: not resolved yet. The scheduler process runs this check again, with the resolved page size.
     if draft_window is not None and arguments.page_size not in (None, 1):
         raise NotSupported(
             f"--enable-streaming-session with a draft window and --page-size {arguments.page_size} is not supported "
@@ -225,7 +225,7 @@ def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
 
 
 def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
-    """Refuse ring buffers if SGLang sizes pools after graph capture: they would get the target's number of slots."""
+    """Refuse ring buffers if SGLang sizes pools after graph capture: rings would get as many KV slots as the target."""
     if draft_window is not None and arguments.sized_after_capture:
         raise NotSupported(
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the ring buffers would get "
@@ -239,9 +239,9 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
 def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
     """Return the reason why a step must verify the whole block; "" if other widths are possible.
 
-    Among recurrent layers, only Gated DeltaNet supports other widths. For Mamba2, SGLang's verify computes the index
-    of a request's states from the number of verified tokens. SGLang's commit computes the index from the pool's block
-    size, so both numbers must be equal.
+    Among recurrent layers, only Gated DeltaNet supports other widths. For Mamba2, SGLang stores a state per block
+    token. SGLang's verify locates a request's states by the number of verified tokens. SGLang's commit locates them by
+    the pool's block size, so both numbers must be equal.
     """
     if arguments.attention_dp:
         return "ranks of attention data parallelism share one width"

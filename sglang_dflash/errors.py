@@ -18,4 +18,4 @@ class NoModelError(RuntimeError):
 
 
 class HostMismatch(RuntimeError):
-    """Error for an SGLang of another version, without a name in `host/sglang-0.5.23.txt`, or with a missing hook."""
+    """Error if SGLang has another version, lacks a name of `host/sglang-0.5.23.txt`, or has not applied a hook."""

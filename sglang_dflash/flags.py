@@ -34,7 +34,7 @@ class Rehearse(NamedTuple):
     """GPU that is emulated on a CPU, if any, and the extent of the emulation."""
 
     gpu: str = ""  # compute capability, "sm90" or "sm100"; "": no emulation
-    kernels: bool = False  # run Triton kernels in Triton's interpreter, instead of their PyTorch definitions
+    kernels: bool = False  # run Triton kernels in Triton's interpreter, instead of the CPU forms of the ops
     streams: bool = False  # raise on data races between two streams, or between a stream and the host
 
 

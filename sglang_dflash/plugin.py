@@ -1,9 +1,9 @@
-"""`register`, the entry point that SGLang calls, and the hooks that it sets.
+"""Entry point `register`, which SGLang calls to load this plugin, and the hooks that `register` sets.
 
 SGLang logs and ignores an error in `register`. Checks therefore run inside the hooks, where an error stops the launch.
 If SGLang has another version or lacks a name to hook, `register` ends the process. With SGLANG_DFLASH_WORKER=stock it
-only logs a warning. A launch is checked seconds after the start, when the launching process resolves the
-arguments, and again in each scheduler process before the worker is built.
+only logs a warning. A launch is checked twice: seconds after the start, when the launching process resolves the
+arguments, and in each scheduler process before the worker is built.
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Set the hooks. SGLang calls this once in every process, before it parses arguments or builds a worker."""
+    """Set the hooks. SGLang calls this once per process with plugins, before it parses arguments or builds a worker."""
     try:
         host.require_seams()
     except HostMismatch as mismatch:
@@ -80,7 +80,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
 
 def hook_scheduler(config: "DFlashConfig") -> None:
-    """Set the hooks that only a scheduler with DFLASH needs. The process has already loaded the hooked modules."""
+    """Set and apply the hooks that only a scheduler with DFLASH needs. Their modules are already imported."""
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_dflash.draft.weight_push import draft_stays, refuse_unknown, to_target_unless_named
@@ -156,7 +156,7 @@ def add_old_flags(result: None, parser: ArgumentParser) -> None:
 
 
 def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Disable the overlap schedule if the environment flags do. Wraps the first step of argument resolution."""
+    """Disable the overlap schedule if an environment flag disables it. Wraps the first step of argument resolution."""
     if asks_for_dflash(server_args) and not flags.current().overlap:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -206,7 +206,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)
     if config.widest > config.block_size:
-        # SGLang computes slot reservations and graph sizes from `speculative_num_draft_tokens`, so this must be the
+        # SGLang computes KV slot reservations and graph sizes from `speculative_num_draft_tokens`, so this must be the
         # widest verify. `speculative_dflash_block_size` keeps the block size.
         declare_resolution(
             server_args,

@@ -33,7 +33,7 @@ class Flag(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Launch of one target with its draft. `architecture` comes from the target's config.json."""
+    """Launch of one target with its draft. `architecture` is the name in the target's config.json."""
 
     name: str
     target: str
@@ -112,9 +112,9 @@ def n_cards(recipe: Recipe, gpu: str) -> str:
 
 
 def find(name: str) -> str | None:
-    """Return the name of the recipe for `name`: a recipe, or a target or draft on the hub; None if there is none.
+    """Return the name of the recipe for `name`, which is a recipe, target or draft; None if there is no such recipe.
 
-    Case is ignored, and the organisation of a hub name may be left out.
+    Targets and drafts are named as on the hub, with or without the organisation. Case is ignored.
     """
     for recipe in RECIPES.values():
         hub = (recipe.target, recipe.draft)

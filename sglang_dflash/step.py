@@ -1,8 +1,8 @@
 """Types that the stages of a decode step exchange.
 
-With n accepted drafts, a step EMITS n + 1 tokens: drafts 1..n, then the bonus. It KEEPS n + 1 rows: the anchor, then
-drafts 1..n. The numbers are equal, but the rows are shifted by one. The bonus has no K/V and no features until the next
-step, when it is the anchor. These types contain no requests, models or kernels.
+With n accepted drafts, a step EMITS n + 1 tokens: drafts 1..n, then the bonus. It KEEPS n + 1 token rows: the anchor,
+then drafts 1..n. The numbers are equal, but the rows are shifted by one. The bonus has no K/V and no features until the
+next step, when it is the anchor. These types contain no requests, models or kernels.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Target(NamedTuple):
     """Output of the target for a verified block."""
 
     run: ModelRunnerOutput  # output of SGLang's runner: logits, and other outputs that server flags enable
-    features_TC: torch.Tensor  # [B * N, C]; a buffer that the next target forward overwrites
+    features_TC: torch.Tensor  # [B * N, C]; the next target forward may overwrite it
     grammar_tree: GrammarTree | None  # drafts, being copied to the host; None if no request has a grammar
 
     @property

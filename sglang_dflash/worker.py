@@ -1,9 +1,9 @@
 """Worker for DFLASH, called by SGLang's scheduler. It runs the stages of a step and computes no tensors itself.
 
     width      choose the verify width           width/chooser.py
-    plan       compute the block's slots         stages/planner.py
+    plan       compute the block's KV slots      stages/planner.py
     draft      guess the block                   stages/drafter.py, draft/sglang_model.py
-    copy       continue by n-gram copies         stages/copier.py
+    copy       end blocks with n-gram copies     stages/copier.py
     verify     score the block with the target   stages/verifier.py
     choose     draw the target's own tokens      stages/choice.py
     accept     accept drafts, add the bonus      kernels/accept.py
@@ -12,8 +12,8 @@
     publish    give the scheduler the lengths
     append     write context K/V of kept rows    stages/context_kv.py
 
-For each variant of a stage (ring buffers or shared slots, hybrid target or not, ...) there is a class, chosen when the
-server starts. `config.py` makes the choices that are possible before weights load.
+For each variant of a stage (ring buffers or shared KV slots, hybrid target or not, ...) there is a class, chosen when
+the server starts. `config.py` makes the choices that are possible before weights load.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ Publish = Callable[[torch.Tensor], None]
 class DFlashWorker(BaseSpecWorker):
     """Worker that serves DFLASH on one rank. The start-up methods below are in the order in which SGLang calls them."""
 
-    state: State  # for blocks of `config.widest` tokens; set by `init_attention_backends`
+    state: State  # for verifies of `config.widest` tokens; set by `init_attention_backends`
     stages: Stages  # set by `prewarm_sampling`, as is `width`
     width: Chooser
 
@@ -117,7 +117,7 @@ class DFlashWorker(BaseSpecWorker):
         return self.ranks.making_draft(self.target_runner, self.config.block_size)
 
     def state_for(self, width: int) -> State:
-        """Build the state that advances the target's recurrent layers after blocks of `width` tokens."""
+        """Build the `State` that advances the target's recurrent states after verifies of `width` tokens."""
         return make_state(self._target_worker, self.config.gdn_state, width)
 
     def alloc_memory_pool(
@@ -126,7 +126,7 @@ class DFlashWorker(BaseSpecWorker):
         req_to_token_pool: ReqToTokenPool | None = None,
         token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
     ) -> None:
-        """Allocate the draft's KV pool: a slot per slot of the target, or ring buffers with their own request table."""
+        """Allocate the draft's KV pool: a KV slot per target KV slot, or ring buffers with their own request table."""
         pool, table = self.config.draft_kv.pools(memory_pool_config, req_to_token_pool, self.device)
         with self.making_draft():
             self._draft_worker.alloc_memory_pool(
@@ -138,14 +138,14 @@ class DFlashWorker(BaseSpecWorker):
     def init_hicache_draft_plan(self) -> None:
         """Plan the hierarchical cache's copies of the draft's K/V to the host and back, together with the target's.
 
-        Ring buffers are excluded, because their slots are not the target's and hold no reusable prefix.
+        Ring buffers are excluded, because their KV slots are not the target's and hold no reusable prefix.
         """
         super().init_hicache_draft_plan()
         if self.config.draft_window is not None:
             self._hicache_draft_plan = HiCacheDraftPlan()
 
     def init_attention_backends(self) -> None:
-        """Build the draft's attention backends, and attach the recurrent state to the target's backend."""
+        """Build the draft's attention backends, and attach `state` to the target's backend."""
         fit_page_tables(self.draft_runner)
         with self.making_draft():
             super().init_attention_backends()
@@ -200,7 +200,7 @@ class DFlashWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """Return both attention backends. The scheduler asks each of them if it needs lengths on the host."""
+        """Return both attention backends. The scheduler checks if one of them needs sequence lengths on the host."""
         return self.target_runner.attn_backend, self.draft_runner.attn_backend
 
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
@@ -208,7 +208,7 @@ class DFlashWorker(BaseSpecWorker):
         return [("draft", self.draft_runner)]
 
     def clear_cache_pool(self) -> None:
-        """Drop context rows that are not yet written, because SGLang has freed the slots that they belong to."""
+        """Drop rows whose context K/V are not written yet, because SGLang has freed the KV slots of these rows."""
         self.stages.context_kv.late.forget()
 
     def forward_batch_generation(
@@ -251,7 +251,7 @@ class DFlashWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         anchor_B = self.stages.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
-        # Written immediately, because the scheduler adds these prompts to the prefix cache, whose slots need draft K/V.
+        # Written at once: the scheduler adds these prompts to the prefix cache, whose KV slots also need draft K/V.
         output = result.logits_output
         self.stages.context_kv.append_prompt(batch, output.hidden_states)
         self.stages.copier.read(batch)
@@ -263,7 +263,7 @@ class DFlashWorker(BaseSpecWorker):
     def decode(
         self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
     ) -> GenerationBatchResult:
-        """Run one DFlash step without waiting for the device."""
+        """Run one DFlash step. The host waits for the device only if a request needs this, e.g. for its grammar."""
         stages, rids = self.stages, [req.rid for req in batch.reqs]
         width = self.width.decide(rids)
         plan = stages.planner.plan(batch, width)

@@ -69,7 +69,7 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
 
 
 def completed(tasks: Sequence[Task], first: Engine, sampling: Sampling, concurrency: int) -> list[Task]:
-    """Return the tasks with complete conversations. The first arm writes the missing answers to earlier turns."""
+    """Return the tasks with complete conversations. The first arm generates the missing answers to earlier messages."""
     if all(map(is_complete, tasks)):
         return list(tasks)
 

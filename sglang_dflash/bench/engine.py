@@ -66,7 +66,7 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make the engine usable inside the context. A server started here uses no CPU or GPU time outside it."""
+        """Make the engine usable inside the context. Outside it a server of `--serve` uses no CPU or GPU time."""
         yield
 
     def flush(self) -> bool:

@@ -57,7 +57,7 @@ class TorchEngine(Engine):
         steps = speculate if self.name == OURS else plain_steps(models.target, input_ids, options)
         timed = [(step, time.perf_counter()) for step in steps]
         token_ids = tuple(token for step, _ in timed for token in step.committed)
-        accepted = [step.n_accepted for step, _ in timed[1:]]  # the first step is the prompt's
+        accepted = [step.n_accepted for step, _ in timed[1:]]  # the first step reads the prompt and has no drafts
         reached_D = tuple(sum(n >= place for n in accepted) for place in range(1, max(accepted, default=0) + 1))
         first, last = timed[0][1], timed[-1][1]
         return Completion(

@@ -130,7 +130,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that `percent` of `values` do not exceed (nearest rank); nan without values."""
+    """Return the smallest of `values` that at least `percent` % of them do not exceed (nearest rank); nan if empty."""
     ordered = sorted(value for value in values if value == value)
     if not ordered:
         return NAN
@@ -145,7 +145,7 @@ def timed(
     concurrency: int,
     processes: Callable[[], Iterable[psutil.Process]] | None,
 ) -> Measurement:
-    """Send every prompt, at most `concurrency` at a time.
+    """Send every prompt, at most `concurrency` at a time, and measure the run.
 
     Args:
         ask: sends a prompt and waits for the answer. Returns a function that parses the answer. This function is

@@ -2,7 +2,7 @@
 
 A conversation is a list of chat messages that ends with a user message. Between two consecutive user messages, as in
 MT-Bench, the answer is missing. `complete` inserts the first arm's answer, so that all arms continue from the same
-text. A prompt of token ids is one turn, passed to the target unchanged.
+text. A prompt of token ids is one user turn, passed to the target unchanged.
 """
 
 import gzip
@@ -32,7 +32,7 @@ COMPLETE = "Write a solution to the following problem and make sure that it pass
 
 
 class DataSet(NamedTuple):
-    """Location of a published data set, and a function that returns the questions of a row, one per turn."""
+    """Location of a published data set, and a function that returns the questions of a row, one per user turn."""
 
     title: str
     path: str
@@ -122,7 +122,7 @@ def read(path: Path, n: int) -> Task:
 
 
 def complete(task: Task, answer: Callable[[Sequence[Prompt]], Sequence[str]]) -> Task:
-    """Return the task with one prompt for each turn. A prompt contains the earlier turns and the answers to them.
+    """Return the task with one prompt per user turn. A prompt contains the earlier turns and the answers to them.
 
     Args:
         answer: returns the answers to the given prompts.

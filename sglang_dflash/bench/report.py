@@ -35,7 +35,7 @@ METHOD = (
     "concurrencies, per repeat. other_cores: CPU cores used meanwhile by other processes than the server and the "
     "client; absent if the server runs on another machine."
 )
-FEW_STEPS = 100  # after some tens of steps verify widths follow the text of a turn
+FEW_STEPS = 100  # turns with fewer steps cause a warning: verify widths need some tens of steps to adapt
 FLUSHED = "emptied before every turn"
 KEPT = "not emptied (no known way for this server): repeated prompts may be read from it"
 TOGETHER = "in memory together, each in turn for every part of the prompts"
@@ -67,7 +67,7 @@ class BenchReport:
 
 def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, command: str) -> BenchReport:
     names = [engine.name for engine in bench.engines]
-    # Arms of this plugin with additional environment variables are also compared with the arm without them.
+    # Arms of this plugin with additional environment variables are also compared with the arm without these variables.
     base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []
     over = [name for name in dict.fromkeys((names[0], STOCK, *base)) if name in names]
     about = head("bench", command)

@@ -85,7 +85,7 @@ def sampling_of(task: Task, sampling: Sampling) -> Sampling:
 
 @dataclass
 class Bench:
-    """Engines and their measurements so far. All answers are compared with those of the first engine."""
+    """Engines and their measurements so far. Answers are compared with the first engine's."""
 
     engines: Sequence[Engine]
     tasks: Sequence[Task]
@@ -94,8 +94,8 @@ class Bench:
     answered: Callable[[Turn, Engine], None]  # called after each measured answer
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions, by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
-    widths: list[dict[str, Any]] = field(default_factory=list)  # per turn of an arm that counts: steps at each width
-    reference: dict[int, list[Completion]] = field(default_factory=dict)  # the first engine's answers, by task
+    widths: list[dict[str, Any]] = field(default_factory=list)  # number of steps at each width, per turn
+    reference: dict[int, list[Completion]] = field(default_factory=dict)  # first answers of the first engine, by task
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
     warm: set[tuple[int, int]] = field(default_factory=set)  # pairs of arm and concurrency already warmed up

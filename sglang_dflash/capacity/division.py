@@ -6,8 +6,8 @@
       / bytes of K and V per token, of target and draft                              -> tokens; requests
 
 The workers differ. For a block on a hybrid target, SGLang's worker stores a recurrent state per token, this plugin's
-worker a smaller record per token. For the K and V of a windowed draft, SGLang has as many slots as for the target, this
-plugin a ring buffer per request. Only this plugin can have token histories (for n-gram copies), widths beyond the
+worker a smaller record per token. For a windowed draft, SGLang has as many KV slots as for the target, this plugin has
+a ring buffer per request. Only this plugin can have token histories (for n-gram copies), widths beyond the
 block, and an fp8 copy of the head.
 
 `geometry` creates the dataclasses with sizes from config.json, and `report` prints the result. Speed is not computed.
@@ -31,7 +31,7 @@ IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, subtracted before K a
 
 
 class RadixStates(IntEnum):
-    """Recurrent states per request, by prefix cache strategy: its own, states in the tree, and buffers for the tree."""
+    """State slots per request, by prefix-cache strategy: its own, cached ones, and ones to be cached."""
 
     EXTRA_BUFFER = 5
     EXTRA_BUFFER_LAZY = 4
@@ -80,7 +80,7 @@ class DraftSizes:
     Attributes:
         split_bytes: weights that are split over ranks: attention and MLP.
         whole_bytes: weights that every rank has: feature fusion, norms, convolutions and the selector's tables.
-        window: largest number of context tokens in a layer's window; None if a layer attends to the whole context.
+        window: the layers' sliding window in tokens; None if a layer attends to the whole context.
     """
 
     name: str
@@ -195,7 +195,7 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     left = rest - states.persistent_bytes - states.block_bytes - ring_bytes - texts
     n_tokens = max(0, int(left)) // (per_token + draft_per_token) // serving.page_size * serving.page_size
     limits = {
-        # A step reserves slots for its own block and for the block of the step in flight.
+        # A step reserves KV slots for its own block and for the block of the step in flight.
         Bound.TOKENS: n_tokens // round_up(serving.context + 2 * serving.widest(worker), serving.page_size),
         Bound.FLAG: serving.max_requests,
     }
@@ -262,7 +262,7 @@ def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, wor
     n_slots = serving.max_requests
     if serving.radix is not RadixStates.OFF:
         budget = rest * serving.mamba_ratio / (1 + serving.mamba_ratio)
-        # One row of each pool is for padding.
+        # One slot of each pool is for padding.
         n_slots = max(0, int((budget - state * (1 + block)) // (state * (1 + block / serving.radix))))
     n_requests = n_slots // serving.radix
     n_rows = min(serving.max_requests, n_requests) + 1
@@ -273,7 +273,7 @@ def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, wor
 
 
 class Tier(NamedTuple):
-    """SGLang's settings for cards with less memory than `below_gib`, from which it derives the memory left free."""
+    """SGLang's settings for cards with less memory than `below_gib`. SGLang derives the memory left free from them."""
 
     below_gib: float
     chunk: int  # tokens of a prefill chunk

@@ -1,8 +1,8 @@
 """Sizes of a target and a draft for `capacity`, from a Hugging Face config.json.
 
-The bytes of a target's weights are read from the headers of the safetensors files next to the config. If there are no
-such files, the bytes are read from the files' index, or else computed from the config. A draft's bytes are always
-computed. Configs without a needed field are rejected. An unknown model family is rejected only if the bytes of a
+The size of a target's weights is read from the headers of the safetensors files next to the config. If there are no
+such files, the size is read from the files' index, or else computed from the config. The size of a draft's weights is
+always computed. Configs without a needed field are rejected. An unknown model family is rejected only if the size of a
 target's weights must be computed.
 """
 
@@ -73,7 +73,7 @@ class Config(Fields):
         """Return "full_attention" or "linear_attention" for each layer.
 
         Raises:
-            ValueError: a layer has another kind, or the fields are missing or contradict each other.
+            ValueError: a layer has another kind or a window, or the fields are missing or contradict each other.
         """
         n_layers, interval = self.count("num_hidden_layers"), self.count("full_attention_interval", 0, least=0)
         kinds = self.get("layer_types")

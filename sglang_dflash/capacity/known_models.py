@@ -25,7 +25,7 @@ def _read(kind: str) -> Mapping[str, Model]:
 
 
 TARGETS, DRAFTS = _read("targets"), _read("drafts")
-# Targets of published DFlash drafts whose configs are not in this package.
+# Targets with a published DFlash draft, but whose own configs are not in this package.
 NOT_AT_HAND: tuple[str, ...] = tuple(json.loads(FILE.read_text())["not_at_hand"])
 
 

@@ -42,7 +42,7 @@ NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
 
 
 class Report(NamedTuple):
-    """Models, launch settings and card, with the capacity that each worker has."""
+    """Models, launch settings and memory of a card, and the computed capacity with each worker."""
 
     target: TargetSizes
     draft: DraftSizes
@@ -52,7 +52,7 @@ class Report(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report. Exit status 1: this plugin's worker holds no request, or the capacity cannot be computed."""
+    """Print the report. Return 1 if no request fits with this plugin's worker, or nothing can be computed, else 0."""
     options = arguments().parse_args(argv)
     try:
         report = answer(options)

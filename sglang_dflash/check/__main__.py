@@ -79,7 +79,7 @@ def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
 
 
 def check(argv: Sequence[str], *, as_json: bool, n_steps: int = 0) -> int:
-    """Print each part of the report when it is complete, or with `as_json` all at the end. Return the exit status."""
+    """Print each part of the report once complete, or with `as_json` all parts at the end. Return the exit status."""
     findings: list[Finding] = []
     parts = [partial(installation, launch=bool(argv))]
     if argv:  # without flags SGLang is not run

@@ -2,7 +2,7 @@
 
 In DFlash, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. In some other
 drafters slot 0 already predicts the token after the anchor. If such a drafter is loaded as DFlash, hardly any draft is
-accepted. The first draft of a block is its guess for the token after the anchor.
+accepted. Only first drafts are checked, the guesses for the token after the anchor.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def measure(target_path: str, draft_path: str, n_steps: int) -> str:
 
 
 def prompt_ids(target_path: str) -> list[int]:
-    """Return the prompt's tokens, as a user turn if the tokenizer has a chat template."""
+    """Return the prompt's tokens, as a user's chat message if the tokenizer has a chat template."""
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     if tokenizer.chat_template is None:
         return tokenizer.encode(PROMPT)
@@ -60,7 +60,7 @@ def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> tor
 def first_drafts_accepted(
     draft: DraftModel, target: PreTrainedModel, text: torch.Tensor, first: int, n_steps: int
 ) -> dict[int, float]:
-    """Return the share of anchors whose next token is predicted: by slot 1 (shift 0), and by slot 0 (shift 1).
+    """Return the share of anchors whose next token is predicted by slot 1 (key 0), and by slot 0 (key 1, shifted).
 
     Args:
         text: int64 [tokens].

@@ -19,7 +19,7 @@ from sglang_dflash.host.arguments import asks_for_dflash
 
 
 def report(argv: Sequence[str]) -> list[Finding]:
-    """Return the findings in the order of a launch's steps; `argv`: launch flags. Without flags nothing is resolved."""
+    """Return the findings in the order of a launch. Without launch flags in `argv`, no arguments are resolved."""
     checks: dict[str, Check] = {"plugin": live, "platform": machine}
     if argv:
         checks["launch"] = lambda: launch(argv)

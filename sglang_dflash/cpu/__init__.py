@@ -1,7 +1,7 @@
 """CPU platform: SGLang on a machine without an accelerator, in plain PyTorch.
 
 SGLang loads `activate` in each of its processes, so this file imports almost nothing. `platform` implements SGLang's
-platform interface. `install` replaces GPU-only kernels by torch definitions, which most of the other files contain.
+platform interface. `install` replaces GPU-only kernels by the torch definitions in most of the other files here.
 The platform does not depend on DFlash's worker: it serves without speculation, with SGLang's DFLASH worker, or with
 this plugin's.
 """
@@ -24,7 +24,7 @@ def activate() -> str | None:
             sys.exit(f"{REHEARSE} emulates a GPU, and this machine has one; unset it")
         return None
     if rehearsed:
-        # Triton reads the variable at import. No kernel has run yet, and child processes inherit the variable.
+        # Triton reads the variable when a kernel's module is imported. Child processes inherit the variable.
         os.environ["TRITON_INTERPRET"] = "1"
         # With this variable PyTorch runs SGLang's compiled functions uncompiled, one launch per operation.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -56,7 +56,7 @@ class Mask(NamedTuple):
 
 
 class Rectangle:
-    """Group of requests of the batch. Key slots are padded to the longest request, and biases are computed once."""
+    """Group of requests of the batch. Their lists of KV slots are padded to the longest. Biases are computed once."""
 
     def __init__(self, requests: slice, slots_BL: torch.Tensor, n_keys_B: torch.Tensor, n_queries: int) -> None:
         self.requests = requests
@@ -64,8 +64,8 @@ class Rectangle:
         self._key_position_L = torch.arange(slots_BL.shape[1])
         self._n_keys_B1 = n_keys_B[:, None]
         self._n_queries = n_queries
-        # Padding reads the request's own first slot. Padding is masked, but a slot of another request might hold NaN,
-        # and 0 * NaN is NaN.
+        # Padding reads the request's own first KV slot. Padding is masked, but a KV slot of another request might hold
+        # NaN, and 0 * NaN is NaN.
         padded_BL = self._key_position_L >= self._n_keys_B1
         self.slots = torch.where(padded_BL, slots_BL[:, :1], slots_BL).flatten()
         self._bias: dict[tuple[Mask, torch.dtype], torch.Tensor | None] = {}
@@ -84,7 +84,7 @@ class Rectangle:
 
 
 class Segment(NamedTuple):
-    """One request of an extend: its packed queries and all its key slots."""
+    """One request of an extend: its range of the packed queries, and the KV slots of all its tokens."""
 
     queries: slice
     n_prefix: int
@@ -217,7 +217,7 @@ class CpuAttentionBackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
 
     def _read(self, layer: "RadixAttention", slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return keys and values of slots, [slots, G, E] each. A slot is copied as one row of all heads."""
+        """Return keys and values of KV slots, [slots, G, E] each. All heads of a KV slot are copied as one row."""
         pool = self.token_to_kv_pool
         buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
         return tuple(

@@ -4,8 +4,8 @@ y[t] = activation(bias + sum_j weight[j] * x[t - (W - 1) + j]), where x before t
 last W - 1 inputs, oldest first.
 
 Dimension key: B requests, N new tokens per request, T packed tokens, F channels, W taps, P = W - 1 carried inputs, S
-slots of the state pool. Results are computed in fp32 and returned in x's dtype. In a result the F values of a token are
-adjacent in memory, even if the token's axis is the last.
+state slots. Results are computed in fp32 and returned in x's dtype. In a result the F values of a token are adjacent in
+memory, even if the token's axis is the last.
 """
 
 import torch
@@ -27,10 +27,10 @@ def causal_conv1d_fn(
     activation: str | bool | None = "silu",
     **others: object,
 ) -> torch.Tensor:
-    """Convolve a prefill's packed tokens x [F, T] to [F, T], and store each request's last P inputs in its slot.
+    """Convolve a prefill's packed tokens x [F, T] to [F, T], and store each request's last P inputs in its state slot.
 
-    `conv_states` is [S, F, P]. Tokens after the last request are padding, with results of zero. Slots must not be
-    negative.
+    `conv_states` is [S, F, P]. Tokens after the last request are padding, with results of zero. State slots must not
+    be negative.
     """
     refuse("causal_conv1d_fn", others)
     start_B = query_start_loc.long()
@@ -75,9 +75,9 @@ def causal_conv1d_update(
     """Convolve the next tokens of B requests, and advance the state slots. x is [B, F] for one token, else [B, F, N].
 
     Verify also stores the state after each of its N tokens in row `intermediate_state_indices[b]` of
-    `intermediate_conv_window` [rows, >= N, F, P]. As with the GPU kernel, the slot advances to the end of the block.
-    The commit overwrites the slot with the state after the last kept row. Padded rows, whose slot is negative, return
-    NaN.
+    `intermediate_conv_window` [rows, >= N, F, P]. As with the GPU kernel, the state slot gets the state at the end of
+    the block. The commit overwrites the state slot with the state after the last kept token. Padding requests, whose
+    state slot is negative, return NaN.
     """
     refuse("causal_conv1d_update", others)
     P = weight.shape[1] - 1
@@ -115,7 +115,7 @@ def _one_token(
 
 
 def _keep(pool: torch.Tensor, slot_B: torch.Tensor, state_BFP: torch.Tensor) -> None:
-    """Store states in the first P columns of the slots. A pool may have more columns."""
+    """Store states in the first P columns of the state slots. A pool may have more columns."""
     state_BFP = state_BFP.to(pool.dtype)
     if pool.shape[2] == state_BFP.shape[2]:
         pool.index_copy_(0, slot_B, state_BFP)
@@ -147,9 +147,9 @@ def _activated(y: torch.Tensor, bias: torch.Tensor | None, activation: str | boo
 
 
 def _save_windows(window: torch.Tensor, row_B: torch.Tensor, joined: torch.Tensor) -> None:
-    """Store the convolution state of each token t: the P inputs up to and including t, as [F, P].
+    """Store the convolution state after each token t: the P inputs up to and including t, as [F, P].
 
-    In `joined` these are joined[:, t + 1 : t + 1 + P], because P earlier inputs precede the block.
+    These inputs are joined[:, t + 1 : t + 1 + P], because P earlier inputs precede the block.
 
     Successive windows share P - 1 inputs. If SGLang stores them as overlapping views of one strip, the strip is written
     once.

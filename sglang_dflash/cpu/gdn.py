@@ -1,9 +1,10 @@
 """GatedDeltaNet's kernels: gates, prefill in chunks of 64 tokens, decode, and verify of a drafted block.
 
-`gdn_block` has the mathematics. This file converts SGLang's packed arguments and state slots.
+`kernels/gdn_block.py` has the mathematics. This file converts SGLang's packed arguments and state slots.
 
-Dimension key: B sequences, C tokens of a block, M chunks of 64 tokens, T packed tokens, G key heads, H value heads (H a
-multiple of G), Y blocks of one value head, K key width, V value width, S slots of the state pool. Arithmetic is fp32.
+Dimension key: B sequences, C tokens of a block or chunk, M chunks of 64 tokens, T packed tokens, G key heads, H value
+heads (H a multiple of G), Y pairs of a block (or chunk) and a value head, K key width, V value width, S state slots.
+Arithmetic is fp32.
 """
 
 import torch
@@ -25,7 +26,7 @@ def fused_gdn_gating(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log decay and sigmoid(b), both fp32 [1, T, H], for a, b [T, H].
 
-    As in SGLang's kernel, values of sigmoid(b) are first rounded to b's dtype.
+    As in SGLang's kernel, sigmoid(b) is rounded to b's dtype before the conversion to fp32.
     """
     g_TH = log_decay(A_log, a, dt_bias, beta=beta, threshold=threshold)
     return g_TH[None], b.float().sigmoid().to(b.dtype).float()[None]
@@ -47,8 +48,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
     """Prefill packed sequences: q, k [1, T, G, K], v [1, T, H, V], g and beta [1, T, H].
 
-    Sequence b starts from slot `initial_state_indices[b]` of `initial_state` [S, H, V, K]. With `inplace_update` its
-    last state is stored in this slot. A negative slot means a zero state that is not stored.
+    Sequence b starts from state slot `initial_state_indices[b]` of `initial_state` [S, H, V, K]. With `inplace_update`
+    its last state is stored in this slot. A sequence with a negative slot starts from zeros and stores no state.
 
     Returns:
         Outputs [1, T, H, V], None, and the fp32 states before each chunk, sequence by sequence, [1, M, H, V, K].
@@ -90,8 +91,8 @@ def chunk_gated_delta_rule(
 def _scan(block: DeltaBlock, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance the sequences' states through their chunks, in place.
 
-    A chunk's delta is from_values - from_state S_0^T, where S_0 is the state before the chunk. `from_values` and
-    `from_state` do not depend on S_0, so one solve computes both for all chunks.
+    A chunk's delta (see `gdn_block`) is from_values - from_state S_0^T, where S_0 is the state before the chunk.
+    `from_values` and `from_state` do not depend on S_0, so one solve computes both for all chunks.
 
     Returns:
         The state before each chunk [M, H, V, K], and the delta of each chunk [M, H, C, V].
@@ -139,7 +140,7 @@ class _Chunks:
         return x.unflatten(0, (self.n_chunks, -1))
 
     def in_order(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return one pair per chunk number j: rows of all j-th chunks, and indices of the sequences that have one."""
+        """Return a pair for each j: rows of the sequences' j-th chunks, and indices of the sequences that have one."""
         steps = []
         for j in range(max(self._n_chunks_B.tolist(), default=0)):
             sequences = (self._n_chunks_B > j).nonzero().flatten()
@@ -162,7 +163,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     """Decode one token of B sequences: mixed_qkv [B, 2 G K + H V], a and b [B, H], states in `initial_state`.
 
     Writes the states [S, H, V, K] at `ssm_state_indices` and `out` [B, 1, H, V] in place; returns `out` and the states.
-    Padded rows, whose slot is negative, return zeros.
+    Padding requests, whose state slot is negative, return zeros.
     """
     B = n_real(ssm_state_indices)
     out[B:] = 0
@@ -216,10 +217,10 @@ def fused_sigmoid_gating_delta_rule_update(
 
     q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]. With `intermediate_states_buffer` [rows, >= C, H, V, K] the
     state after every token is stored in row `intermediate_state_indices[b]`. With `disable_state_update` the sequence's
-    own slot is unchanged.
+    state slot is unchanged.
 
     Returns:
-        Outputs [1, B C, H, V], NaN for padded sequences, whose slot is negative.
+        Outputs [1, B C, H, V], NaN for padding sequences, whose state slot is negative.
     """
     op = "fused_sigmoid_gating_delta_rule_update"
     refuse(op, others)
@@ -265,10 +266,10 @@ def _states(
     *,
     n_blocks: int,
 ) -> torch.Tensor:
-    """Return the state after every token, [B, C, H, V, K]. If there is a `buffer`, store them in its rows `row_B`."""
+    """Return the state after every token, [B, C, H, V, K]. If there is a `buffer`, store the states in rows `row_B`."""
     B, C = n_blocks, delta_YCV.shape[1]
     rows = None if row_B is None else row_B[:B].tolist()
-    # SGLang's rows are 0 .. B-1 (except with pipeline parallelism), so states are computed directly in the buffer.
+    # If the rows are 0 .. B-1, as without pipeline parallelism, states are computed directly in an fp32 buffer.
     in_place = buffer is not None and rows == list(range(B)) and buffer.dtype == torch.float32
     if buffer is not None and in_place:
         after = buffer[:B, :C]

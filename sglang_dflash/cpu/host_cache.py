@@ -1,4 +1,4 @@
-"""Copies between the device pool and the host pool of a hierarchical cache. On this platform both are in host memory.
+"""Copies between the device pool and the host pool of a hierarchical cache. Here both pools are in host memory.
 
 SGLang imports these functions from `sgl_kernel` only on a GPU. A device pool stores one tensor [tokens, ...] per layer.
 A host pool stores the same, or pages of all layers [pages, layers, tokens of a page, ...].

@@ -1,8 +1,9 @@
 """Installation of torch definitions for GPU-only names of SGLang, and a check that they are active.
 
-SGLang's modules import kernels by name, so all existing references must be replaced. SGLang's own hook registry also
-replaces references, but only logs its failures. `verify` checks every SGLang module when the model is loaded, and stops
-the launch if a GPU kernel is still reachable. A stand-in replaces a name of SGLang or torch, its target.
+Each torch definition is a stand-in for one name of SGLang or torch, its target. SGLang's modules import kernels by
+name, so all existing references must be replaced. SGLang's own hook registry also replaces references, but only logs
+its failures. `verify` checks every SGLang module when the model is loaded, and stops the launch if a GPU kernel is
+still reachable.
 """
 
 import importlib
@@ -95,7 +96,7 @@ def after_load() -> dict[str, Any]:
         ),
         _SRT + "speculative.dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE": True,
         _SRT + "models.dflash._radix_topk": sampling.best,
-        # Row exchange between ranks.
+        # Exchange of token rows between ranks.
         _SRT + "layers.dp_attention.memcpy_func": ranks.memcpy,
         _SRT + "distributed.parallel_state._is_cpu": True,
         _SRT + "distributed.parallel_state.GroupCoordinator._reduce_scatter_tensor": ranks.reduce_scatter_tensor,

@@ -1,6 +1,6 @@
-"""KV-cache slots: look-ups and updates of requests' slots, and copies of cached rows.
+"""KV slots: look-ups and updates of the requests' KV slots in req_to_token, and copies of the contents of KV slots.
 
-Dimension key: B requests, N tokens per block, T new tokens of all requests, P positions of a request's row.
+Dimension key: B requests, N tokens per block, T new tokens of all requests.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def assign_req_to_token_pool_func(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """Write T new slots into positions [start, end) of each request's row, in place; `out_cache_loc` is packed [T]."""
+    """Write T new KV slots (packed `out_cache_loc`, [T]) to positions [start, end) of each request's row, in place."""
     n_new_B = (end_offset - start_offset).long()
     # Within a request, packed index minus position is constant.
     shift_B = n_new_B.cumsum(0) - end_offset
@@ -50,9 +50,9 @@ def copy_all_layer_kv_cache_func(
     num_locs_upper: int,
     kv_copy_config: dict,
 ) -> None:
-    """Copy rows `src_loc` to rows `tgt_loc` in every buffer; `strides`: bytes per row of each buffer.
+    """Copy KV slots `src_loc` to KV slots `tgt_loc` in every buffer; `strides`: bytes per KV slot of each buffer.
 
-    All sources are read before any row is written, because the lists may overlap. SGLang moves rows only for tree
+    All sources are read before any slot is written, because the lists may overlap. SGLang moves KV slots only for tree
     drafts. Without trees it calls this function only once, at start-up.
     """
     sources, targets = src_loc[:num_locs].tolist(), tgt_loc[:num_locs].tolist()

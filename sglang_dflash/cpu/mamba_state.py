@@ -1,7 +1,7 @@
-"""Moves of recurrent and convolution states between slots: prefix-cache checkpoints, and the commit after verify.
+"""Copies of recurrent and convolution states between state slots, for the prefix cache and for the commit after verify.
 
-Dimension key: B requests, L layers, S slots of the state pool, R rows of the buffer that verify writes (the scratch), N
-steps, i.e. slots of a block; `...` is the state itself.
+Dimension key: B requests, L layers, S state slots, R rows of the buffer that verify writes (the scratch), N block slots
+(SGLang's arguments name them steps); `...` is the state itself.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ def track_mamba_states_if_needed(
     batch_size: int,
     check_freed_slots: bool = False,
 ) -> None:
-    """Copy one layer's states [S, ...] of the requests in `mamba_track_mask` to their tracking slots, in place."""
+    """Copy one layer's states [S, ...] in place, as `track_mamba_states_all_layers` does for all layers."""
     track_mamba_states_all_layers(
         conv_states[None],
         ssm_states[None],
@@ -38,8 +38,9 @@ def track_mamba_states_all_layers(
     batch_size: int,
     check_freed_slots: bool = False,
 ) -> None:
-    """Copy all layers' states [L, S, ...] of the requests in `mamba_track_mask` to their tracking slots, in place.
+    """Copy all layers' states [L, S, ...], in place, for the requests in `mamba_track_mask`.
 
+    The source is the request's state slot in `cache_indices`, the target its state slot in `mamba_track_indices`.
     Negative slots are skipped with `check_freed_slots`, and not allowed without it.
     """
     tracked = mamba_track_mask[:batch_size].nonzero().flatten()
@@ -57,12 +58,12 @@ def scatter_states_with_mask(
     step_indices_raw: torch.Tensor,
     src_indices_raw: torch.Tensor | None = None,
 ) -> None:
-    """Copy each request's state after one step from the scratch to a slot of the pool, in all layers.
+    """Copy each request's state after one block slot from the scratch to its state slot, in all layers.
 
-    Request b's step is `step_indices_raw[b]`, its slot `dst_indices_raw[b]`. Its scratch row is `src_indices_raw[b]`,
-    or b if these indices are None. dst is [L, S, ...], src [L, R, N, ...] (possibly an overlapping view). A request is
-    skipped if its step, slot or scratch row is out of range, such as -1, which SGLang passes. Replaces both the kernel
-    for recurrent states and the kernel for convolution windows, which differ only in memory layout.
+    Request b's block slot is `step_indices_raw[b]`, its state slot `dst_indices_raw[b]`. Its scratch row is
+    `src_indices_raw[b]`, or b if `src_indices_raw` is None. dst is [L, S, ...], src [L, R, N, ...] (possibly an
+    overlapping view). A request is skipped if one of these indices is out of range, such as -1, which SGLang passes.
+    Replaces both the kernel for recurrent states and the kernel for convolution windows: only the layout differs.
     """
     rows = range(len(step_indices_raw)) if src_indices_raw is None else src_indices_raw.tolist()
     # A state has many kilobytes, so single copies are faster than gather and scatter.
@@ -83,18 +84,18 @@ def fused_commit_track_indices(
     draft_token_num: int,
     mamba_track_interval: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Find in every block the slot of the last kept row, and the slot that completes a track interval.
+    """Find in every block the block slot of the last kept row, and the one that completes a track interval.
 
-    With a prefix of p tokens and n kept rows, the largest multiple of the interval is m = (p + n) // interval *
-    interval. Slot m - p - 1 completes the interval if m > p.
+    With a prefix of p tokens and n kept rows, the last multiple of the interval is m = (p + n) // interval * interval.
+    Block slot m - p - 1 completes the interval if m > p.
 
     Args:
-        accept_index: int64 [B, at most N], the indices of the kept rows in [B * N].
+        accept_index: int64 [B, at most N], the indices of the kept rows in the packed blocks [B * N].
         accept_lens: int32 or int64 [B], number of kept rows, 1..N.
         seq_lens: int64 [B], number of tokens before the block; None: nothing is tracked.
         draft_token_num: N.
     Returns:
-        Both slots, int64 [B]. The second is -1 if no interval is completed, and None without `seq_lens`.
+        Both block slots, int64 [B]. The second is -1 if no interval is completed, and None without `seq_lens`.
     """
     index_BN, n_B = accept_index.numpy(), accept_lens.numpy()
     row_B = np.arange(len(n_B))

@@ -96,7 +96,10 @@ def rms_apply_serial(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMS norms of x1 [T, F] and x2 [T, F'], in their dtypes; each row is split over `tp_world` ranks."""
+    """Return the RMS norms of x1 [T, F] and x2 [T, F'], in their dtypes.
+
+    Each row is split over `tp_world` ranks. `sum_sq` is the sum of the ranks' `rms_sumsq_serial`.
+    """
     sums = sum_sq[: 2 * len(x1)].view(2, -1, 1)
     return tuple(  # type: ignore[return-value]
         (x.float() * torch.rsqrt(sum_T1 / (x.shape[-1] * tp_world) + eps) * w.float()).to(x.dtype)
@@ -125,7 +128,7 @@ def table_qk_norm_rope_(
     head_dim: int,
     eps: float,
 ) -> None:
-    """RMS-normalise and rotate (neox halves) the q and k heads of qkv [T, (q + 2 k) E] in place; v is unchanged."""
+    """RMS-normalise and rotate (neox style) the q and k heads of qkv [T, (q + 2 k) E] in place; v is unchanged."""
     cos_T1E, sin_T1E = cos_sin_cache.index_select(0, positions.long()).float()[:, None].chunk(2, dim=-1)
     heads_THE = qkv[:, : (num_q_heads + num_k_heads) * head_dim].unflatten(1, (-1, head_dim))
     weight_HE = torch.cat([q_weight.float().expand(num_q_heads, -1), k_weight.float().expand(num_k_heads, -1)])

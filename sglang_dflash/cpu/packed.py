@@ -1,9 +1,9 @@
 """Matrix products with fp32 weights in oneDNN's packed layout.
 
-PyTorch's own fp32 product (MKL) of two rows takes twice as long as that of one row. oneDNN reads a weight that was
-packed once. For all products of SmolLM2, on two cores with AVX2, one row takes 0.71 of MKL's time and 8 rows 0.52. A
-row's result does not depend on the number of rows there, so a verified block equals single decode steps bit for bit.
-The plain weights stay in memory too.
+PyTorch's own fp32 product (MKL) of two token rows takes twice as long as the product of one row. oneDNN reads a weight
+that was packed once. For all products of SmolLM2, on two cores with AVX2, one row takes 0.71 of MKL's time and 8 rows
+0.52. With oneDNN a row's result does not depend on the number of rows, so a verified block equals single decode steps
+bit for bit. The plain weights stay in memory too.
 
 Dimension key: T tokens, K inputs, N outputs.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Smaller weights are faster unpacked, because a call of oneDNN's product costs 30 us more.
 MIN_ELEMENTS = 2**18
-# Number of rows for which oneDNN selects the layout. With 1 the results of single rows differ from those of blocks.
+# Number of rows for which oneDNN selects the layout. With 1, results of single rows would differ from a block's.
 ROWS = 64
 
 
@@ -41,11 +41,11 @@ class Packed:
 
 
 class PackedLinear(Packed, UnquantizedLinearMethod):
-    """Method of a linear layer."""
+    """`quant_method` of a linear layer."""
 
 
 class PackedHead(Packed, UnquantizedEmbeddingMethod):
-    """Method of a head. The module may also be the embedding, which reads the plain weight."""
+    """`quant_method` of a head. The module may also be the embedding, which reads the plain weight."""
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x [..., K], in any dtype, times the weight, plus the bias [N]: fp32 [..., N]."""
@@ -73,7 +73,7 @@ def pack(model: torch.nn.Module) -> None:
 
 
 def pack_again(model: torch.nn.Module) -> None:
-    """Replace every packed copy of `model` by one of the current weight."""
+    """Replace every packed weight of `model` by a packed copy of the current weight."""
     for layer in model.modules():
         if isinstance(method := vars(layer).get("quant_method"), Packed):
             method.process_weights_after_loading(layer)
@@ -81,7 +81,7 @@ def pack_again(model: torch.nn.Module) -> None:
 
 @cache  # called for every model, wraps once
 def install() -> None:
-    """Wrap SGLang's methods that change weights in place. The plugin may hook the same methods before or after."""
+    """Wrap SGLang's methods that change weights in place. The plugin may hook them before or after this call."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.utils.weight_checker import WeightChecker
 
@@ -93,7 +93,7 @@ def install() -> None:
 
 
 def packing_again(update: Callable[..., Any], model_of: Callable[[Any], torch.nn.Module]) -> Callable[..., Any]:
-    """Wrap a method that updates weights: afterwards, even if it failed, pack those of `model_of(self)` again."""
+    """Wrap a method that updates weights. After each call, even a failed one, `model_of(self)` is packed again."""
 
     @wraps(update)
     def updated(self: Any, *args: Any, **kwargs: Any) -> Any:

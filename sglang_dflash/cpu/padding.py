@@ -1,17 +1,17 @@
-"""Padded rows of a captured batch, which have negative state slots and come last.
+"""Padding requests of a captured batch. They have negative state slots, and follow the real requests.
 
-GPU kernels skip padded rows. If a kernel leaves a padded row's output uninitialised, its stand-in here writes NaN, so
-that any use of this output shows.
+GPU kernels skip padding requests. If a kernel leaves their outputs uninitialised, its stand-in on this platform writes
+NaN, so that any use of these outputs shows.
 """
 
 import torch
 
 
 def n_real(slot_B: torch.Tensor) -> int:
-    """Return the number of rows before the padding.
+    """Return the number of real requests.
 
     Raises:
-        ValueError: a padded row precedes another row.
+        ValueError: a padding request precedes a real request.
     """
     real_B = slot_B >= 0
     n = int(real_B.sum())

@@ -1,4 +1,4 @@
-"""Copy of `torch` for modules that pin memory unconditionally, which fails without a device."""
+"""Copy of `torch` for modules that pin memory unconditionally. Pinning fails without a device."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +11,7 @@ MAKERS = (torch.tensor, torch.empty, torch.zeros, torch.arange)
 
 
 def torch_with(pinned: Made, **names: Any) -> ModuleType:
-    """Return a copy of the torch module with `names` set. With `pin_memory` its MAKERS return `pinned(tensor)`."""
+    """Return a copy of the torch module with `names` set. With `pin_memory=True` its MAKERS return `pinned(tensor)`."""
     module = ModuleType("torch")
     vars(module).update(vars(torch) | {make.__name__: _making(make, pinned) for make in MAKERS} | names)
     return module

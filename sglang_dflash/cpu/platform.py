@@ -43,7 +43,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Return whether the algorithm is DFLASH.
 
         Raises:
-            HostMismatch: SGLANG_PLUGINS names this platform but not the plugin.
+            HostMismatch: the plugin is not loaded or lacks a hook, see `contract.require_live`.
         """
         if algorithm != "DFLASH":
             return False
@@ -65,7 +65,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return block_cache_locs
 
     def get_torch_profiler_activity_str(self) -> str:
-        """Return a name that no `/start_profile` request contains: SGLang's own activity "CPU" suffices here."""
+        """Return a name that no `/start_profile` request contains, because SGLang's own activity "CPU" suffices."""
         return ""
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
@@ -100,7 +100,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 def register_choices() -> None:
     """Allow the torch attention backend for drafts, and DFLASH with attention data parallelism, on this platform.
 
-    The launching process needs this to parse the command line, and the process of the draft worker needs this too.
+    The launching process needs these changes to parse the command line. The draft worker's process needs them too.
     """
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
     from sglang.srt.platforms import current_platform

@@ -16,7 +16,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AnyDtype:
-    """Replacement for SGLang's methods that list the activation dtypes of GPU kernels. Calls need no instance."""
+    """Replacement for methods of SGLang that list activation dtypes of GPU kernels. It is called without `self`."""
 
     def __call__(self, **_: object) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16, torch.float16]
@@ -80,7 +80,7 @@ def int8_scaled_mm(
 def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> torch.Tensor:
     """Return weights [K, N]: each 4-bit value minus its group's zero, times its group's scale [G, N].
 
-    `qweight` int32 [K, N / 8] and `qzeros` int32 [G, N / 8] pack eight values.
+    `qweight` int32 [K, N / 8] and `qzeros` int32 [G, N / 8] have eight 4-bit values per int32.
     """
     weight, zeros = unpacked(qweight), unpacked(qzeros)
     size = weight.shape[0] // scales.shape[0]

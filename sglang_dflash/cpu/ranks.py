@@ -1,4 +1,4 @@
-"""Row exchange between ranks of attention data parallelism, without Triton and NCCL."""
+"""Exchange of token rows between ranks of attention data parallelism, without Triton and NCCL."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def memcpy(
     dst: torch.Tensor, src: torch.Tensor, dim: int, offset: torch.Tensor, sz: torch.Tensor, offset_src: bool
 ) -> None:
-    """Copy `sz` rows of `src` to `dst`. `offset` and `sz` are used only as tensors.
+    """Copy `sz` rows of `src` to `dst`. The values of `offset` and `sz` are not read on the host.
 
-    SGLang's own CPU version reads their values on the host, which a captured graph must not do.
+    SGLang's own CPU version reads these values on the host, which a captured graph must not do.
 
     With `offset_src` the rows begin at row `offset` of `src`, and go to row 0 of `dst`. Without it they begin at row 0
     of `src`, and go to row `offset` of `dst`.

@@ -1,7 +1,7 @@
-"""Sampled verification of a drafted chain for SGLang's own DFLASH worker (T > 0).
+"""Sampled verification of a drafted chain for SGLang's own DFLASH worker (temperature > 0).
 
-Without this function SGLang would verify greedily after a single warning, which would make its worker look faster than
-an exact worker. This plugin's worker does not use this function.
+Without this function SGLang would log one warning and verify greedily. Then SGLang's worker would look faster than an
+exact worker. This plugin's worker does not use this function.
 
 Dimension key: B requests, N tokens per block (slot 0 the anchor), D = N - 1 drafts, V vocabulary.
 """
@@ -32,8 +32,8 @@ def tree_speculative_sampling_target_only(
     For the draft after slot i, coin is uniform_samples[b, i], and p is the draft's probability in target_probs[b, i].
     A draft is accepted if all drafts before it are, and if coin <= p / threshold_acc or p >= threshold_single. Slots of
     the anchor and of accepted drafts are kept. The last token is drawn from the target's distribution after the last
-    kept slot. If the draft after this slot was rejected, draft_probs is subtracted from the distribution first, and the
-    rejected draft gets probability 0.
+    kept slot. If the draft after this slot was rejected, draft_probs is first subtracted from this distribution, and
+    the rejected draft gets probability 0.
 
     candidates int64 [B, N]; target_probs, draft_probs fp32 [B, N, V]; uniform_samples fp32 [B, N];
     uniform_samples_for_final_sampling fp32 [B]. Outputs:
@@ -42,7 +42,7 @@ def tree_speculative_sampling_target_only(
         accept_index      int32 [B, >= N]: retrive_index of the kept slots
         accept_token_num  int32 [B]: number of accepted drafts
 
-    Cells of other slots are unchanged.
+    Output cells of other slots are unchanged.
     """
     B, N = candidates.shape
     child_N = torch.arange(1, N + 1).where(torch.arange(N) < N - 1, -1)  # next slot in a chain, -1 after the last

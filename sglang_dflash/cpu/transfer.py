@@ -13,7 +13,7 @@ import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
-HEAD, PART = struct.Struct("<I"), struct.Struct("<QQ")  # number of parts; address and length in bytes of each
+HEAD, PART = struct.Struct("<I"), struct.Struct("<QQ")  # number of parts; a part's address and length in bytes
 DONE = b"\x01"
 HOST = "127.0.0.1"
 

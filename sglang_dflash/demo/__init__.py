@@ -1,7 +1,7 @@
 """Demo without a GPU: SGLang serves a tiny pair, or SmolLM2-135M-Instruct, with this plugin.
 
-    sglang-dflash demo            asks a few questions, then serves on port 30000 until Ctrl-C
-    sglang-dflash demo --once     asks the questions and exits
+    sglang-dflash demo            answers a few questions, then serves on port 30000 until Ctrl-C
+    sglang-dflash demo --once     answers the questions and exits
     sglang-dflash demo --web      serves a page for questions, and shows the source of each token
     sglang-dflash demo --smollm2  serves a real model, after a download of 93 MB
 

@@ -1,4 +1,4 @@
-"""Client that asks a question and streams the answer. SGLang sends one chunk per step, with the total token count."""
+"""Client that sends a question and streams the answer. A chunk has one step's text, and the number of tokens so far."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ class Step(NamedTuple):
     """Content of one chunk: one verify step, or the prefill's token."""
 
     text: str
-    n_tokens: int
+    n_tokens: int  # number of new tokens
 
 
 class Answer(NamedTuple):

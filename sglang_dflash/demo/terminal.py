@@ -62,7 +62,7 @@ class Painter:
 def compare(
     on: Server, off: Server, show: Show, console: Console, tokenizer: Tokenizer
 ) -> list[tuple[str, Answer, Answer]]:
-    """Ask both servers every question of a pair, print the answers of `on`, and time both servers.
+    """Send every question of a pair to both servers, print the answers of `on`, and time both servers.
 
     Raises:
         ServerError: two answers differ by more than a near tie.

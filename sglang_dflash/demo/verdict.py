@@ -1,7 +1,7 @@
 """Comparison of the two answers to a question.
 
-In fp32 they must be equal. In bf16 rounding can swap two almost equally likely tokens, and the texts then go on
-differently. Such a near tie is shown with its gap.
+In fp32 the answers must be equal. In bf16 rounding can swap two almost equally likely tokens, and the texts then go on
+differently. The log-probability gap of such a near tie is shown.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from sglang_dflash.demo.ask import Message
 
-TIE_GAP = 0.25  # most nats between the log-probabilities of the two tokens of a near tie
+TIE_GAP = 0.25  # largest difference, in nats, between the log-probabilities of a near tie
 
 
 class Verdict(NamedTuple):
@@ -34,8 +34,8 @@ def compared(
 
     Args:
         messages: the conversation, ending with the question.
-        without: client of the server without speculation, which is asked for the likeliest tokens.
-        exact: the servers compute in fp32.
+        without: client of the server without speculation, which also returns the likeliest tokens.
+        exact: whether the servers compute in fp32.
     """
     if answers[0] == answers[1]:
         return Verdict(True, "The answers are equal, character for character.")
@@ -66,13 +66,13 @@ def common_start(tokenizer: Tokenizer, one: str, other: str) -> tuple[str, int]:
     if n is None:
         n = min(len(encoded.ids), len(others))
     ends = [0, *(end for _, end in encoded.offsets)]
-    while not other.startswith(one[: ends[n]]):  # the texts differ within a character of several tokens
+    while not other.startswith(one[: ends[n]]):  # a character can span several tokens
         n -= 1
     return one[: ends[n]], n
 
 
 def fits(rest: str, token: str) -> bool:
-    """Return whether a text can go on with a token. A token without text may end the answer there."""
+    """Return whether the rest of an answer can begin with `token`. An empty rest fits: an end token has no text."""
     return rest.startswith(token) if rest else True
 
 

@@ -24,7 +24,7 @@ from sglang_dflash.demo.verdict import compared
 from sglang_dflash.servers.ports import HOST
 
 PAGE = Path(__file__).with_name("page.html")
-MOST_BYTES = 64 * 1024  # limit of a conversation, in bytes
+MOST_BYTES = 64 * 1024  # limit of a request's body
 POLICY = "default-src 'none'; connect-src 'self'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; base-uri 'none'"
 
 
@@ -52,7 +52,7 @@ class StepTrace:
         self.unread: dict[str, deque[Verified]] = defaultdict(deque)
 
     def of(self, rid: str, n_tokens: int) -> list[Verified]:
-        """Return the next steps of a request: enough to commit `n_tokens` tokens, or all that are traced so far."""
+        """Pop a request's next steps: enough to commit `n_tokens` tokens, or all that are traced so far."""
         for file in self.files:
             for line in map(json.loads, file):
                 for one, n_accepted in line["accepted"].items():
@@ -65,9 +65,9 @@ class StepTrace:
 
 
 def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> list[tuple[str, int, str]]:
-    """Return (kind, index in its step from 1, text) of each token.
+    """Return a piece for each token of a chunk: (kind, index in its verify step from 1, text).
 
-    An end token has no text and no piece. If the text does not encode to the step's tokens, it is one piece.
+    An end token has no text and no piece. If the text does not encode to the chunk's tokens, it is one piece.
     """
     if not step.text:  # the end token alone
         return []

@@ -19,7 +19,7 @@ from sglang_dflash.errors import STOCK, NotSupported
 
 CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-# Numbers without which a rope of this type is undefined.
+# For each rope type, the numbers that it requires.
 ROPE_TYPES = {
     "default": (),
     "linear": (),

@@ -1,7 +1,8 @@
 """Conversion of a draft's `config.json` from the dialects of other trainers to z-lab's, which `checkpoint.py` reads.
 
 vLLM's trainer `speculators` nests the fields of the layers in an object, and counts target layers from 1. The trainer
-DeepSpec writes every field at the top level. Both train DFlash's network, but also other networks, which are rejected.
+DeepSpec writes every field at the top level. Both trainers train DFlash's network, but also other networks, which are
+rejected.
 """
 
 from collections.abc import Mapping
@@ -26,10 +27,10 @@ def names_draft(config: Mapping[str, Any]) -> bool:
 
 
 def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the config in z-lab's dialect. Configs of speculators and DeepSpec are converted, others unchanged.
+    """Return the config in z-lab's dialect. Only configs of speculators and DeepSpec need a conversion.
 
     Raises:
-        NotSupported: the draft is not DFlash, has a reduced vocabulary, or predicts slot 1's token in slot 0.
+        NotSupported: the draft is not DFlash, has a reduced vocabulary, or is anchor-first (see `ANCHOR_FIRST`).
         ValueError: a field of speculators' dialect is missing or malformed.
     """
     names = config.get("architectures") or ()

@@ -1,4 +1,4 @@
-"""fp8 copy of the target's head, with which the draft's blocks are scored. It has about half the bytes of a bf16 head.
+"""fp8 copy of the target's head, which scores the draft's blocks. The copy has about half the bytes of a bf16 head.
 
 Rounding the head can lower acceptance, but does not change answers, because the target verifies all drafts with its own
 head. Dimensions: T rows (the drafted slots of all requests' blocks), H hidden, V rows of the head (this rank's shard).

@@ -124,7 +124,7 @@ class Checkpoint:
         return None if FULL in self.layer_types else self.sliding_window
 
     def to_json(self) -> dict[str, Any]:
-        """Return the config.json that SGLang, vLLM and `parse` read."""
+        """Return the content of a config.json that SGLang, vLLM and `parse` can read."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         dflash = {name: fields.pop(name) for name in ("mask_token_id", "target_layer_ids")}
         second = {name: fields.pop(name) for name in SECOND}

@@ -46,7 +46,7 @@ from sglang_dflash.draft.weights import (
 
 
 class DraftAttention(nn.Module):
-    """Attention of one draft layer: in full layers to the context and the whole block, in sliding ones to a window."""
+    """Attention of one draft layer: full layers attend to context and whole block, sliding layers to a window."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
@@ -97,10 +97,10 @@ class DraftAttention(nn.Module):
         return out
 
     def norm_rotate_in_one(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Normalise and rotate q and k in qkv, [T, (q + 2 kv) E], in place with one launch.
+        """Normalise and rotate q and k in qkv, [T, (Q + 2 G) E], in place with one launch.
 
         Returns:
-            Views of q, k and v with this rank's heads: [T, q E], [T, kv E], [T, kv E].
+            Views of q, k and v with this rank's heads: [T, Q E], [T, G E], [T, G E].
         """
         table_qk_norm_rope_(
             qkv,

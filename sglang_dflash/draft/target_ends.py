@@ -151,8 +151,8 @@ def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """Return the logits of this rank's shard of the vocabulary, [T, V].
 
     `hidden_TH` must be contiguous. For a strided [B, D, H], PyTorch would expand the head and read it once per request.
-    The method of a quantized or packed head computes the logits as for the target. With `fp8_head`, weights and hidden
-    states are rounded to fp8.
+    `quant_method` of a quantized or packed head computes the logits as for the target. With `fp8_head`, weights and
+    hidden states are rounded to fp8.
     """
     if ends.fp8_head is not None:
         return ends.fp8_head.logits(hidden_TH)[:, : ends.n_vocab]

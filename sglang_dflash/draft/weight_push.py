@@ -20,7 +20,7 @@ NOT_LOADED = (ValueError, KeyError, RuntimeError, AssertionError)
 
 
 def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Restrict a push to all models to the target.
+    """Restrict a push with the selector "all" to the target.
 
     Hook around `update_weights_from_tensor` and `update_weights_from_distributed` of `SchedulerWeightUpdaterManager`.
     """

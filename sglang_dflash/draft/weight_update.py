@@ -74,11 +74,11 @@ def is_draft(path: str) -> bool:
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int, block_size: int) -> None:
     """Check that the new draft has the served draft's values of the fields `BUILT`, and belongs to the same target.
 
-    If the served draft has a selector, also compare `vocab_size`.
-    The new draft must also have been trained for blocks of at least `block_size` tokens.
+    If the served draft has a selector, also compare `vocab_size`. The new draft must also have been trained for blocks
+    of at least `block_size` tokens.
 
     Raises:
-        ValueError: a value differs, its blocks are too short, or a target tensor in its files has another shape.
+        ValueError: a value differs, the new draft's blocks are too short, or a target tensor in its files does not fit.
         NotSupported: the new draft's vocabulary is reduced.
     """
     check_borrowed(new, "that of this server", hidden_size=served.hidden_size, vocab_size=vocab_size)

@@ -94,7 +94,7 @@ def loader_of(parameter: nn.Parameter) -> Callable[..., None]:
 
 
 def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Stack parameters into one tensor [L, ...], whose rows become the parameters' storage.
+    """Stack parameters into one tensor [L, ...]. Its L slices become the parameters' storage.
 
     The weights exist only once, so an update of a parameter also updates the stack.
     """

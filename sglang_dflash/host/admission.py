@@ -1,9 +1,9 @@
 """Checks of requests before they reach a scheduler, for servers with and without speculation.
 
 SGLang 0.5.23 accepts some requests that make the scheduler exit. Then the answers of all clients are lost. SGLang uses
-token ids and numbers of log-probabilities without a check. Some values overflow the dtypes of their tensors. `n` is
-unbounded, and a request with n = 2**31 exhausts memory. Other requests turn the logits into NaN, so their answers are
-meaningless.
+token ids and the number of top log-probabilities without a check. Some parameters overflow the dtypes of their tensors.
+`n` is unbounded, and a request with n = 2**31 exhausts memory. Other requests turn the logits into NaN, so their
+answers are meaningless.
 
 The process that tokenizes requests rejects these harmful ones with an error that names the field. The server answers
 with status 400. `tests/server/test_requests_bad.py` sends harmful requests. docs/troubleshooting.md lists those that
@@ -62,7 +62,7 @@ def check_asked(_: None, request: GenerateReqInput) -> None:
 
 
 def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
-    """Check a prompt and the request's labels. Hook around `TokenizerManager._validate_one_request`.
+    """Check a prompt and the request's metric labels. Hook around `TokenizerManager._validate_one_request`.
 
     Token ids are checked only if the client sent ids. A tokenizer returns only ids of the vocabulary.
 

@@ -43,7 +43,7 @@ class TargetFacts:
     vocab_size: int
     n_layers: int
     dtype: str
-    recurrent: bool  # some layers keep a state instead of K and V
+    recurrent: bool  # some layers keep a recurrent state instead of K and V
     gated_delta_net: bool = False  # the recurrent layers are Gated DeltaNet's
     context_length: int = 0  # largest number of tokens of a request
 
@@ -109,7 +109,7 @@ def arguments_of(server_args: Any) -> Arguments:
     return Arguments(
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
-        # After resolution `speculative_num_draft_tokens` may be a verify wider than the block. Then
+        # After resolution `speculative_num_draft_tokens` may be a verify width that exceeds the block size. Then
         # `speculative_dflash_block_size` is the block size.
         block_size=least_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
         draft_window=args.speculative_draft_window_size,
@@ -166,7 +166,7 @@ def target_of(server_args: Any) -> TargetFacts:
         architecture=model_config.hf_config.architectures[0],
         hidden_size=model_config.hidden_size,
         vocab_size=model_config.vocab_size,
-        n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets number each pass
+        n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets: layers times passes
         dtype=str(model_config.dtype).removeprefix("torch."),
         recurrent=mambaish_config(model_config) is not None,
         gated_delta_net=hybrid_gdn_config(model_config) is not None,

@@ -49,7 +49,7 @@ BACKENDS = {
     # one dtype, so the cache of a DFLASH draft has the draft's dtype.
     "fa4": Backend(devices=("sm90", "sm100", "sm110", "sm120"), fp8_kv=(), own_kv=True),
     # trtllm_mha_backend.forward_extend: a causal layer runs in the verify kernel. In a non-causal layer each slot is a
-    # separate row over context and whole block (encoder_page_table). There a window would be the last slot's.
+    # separate sequence over context and whole block (encoder_page_table), so all slots would get the last one's window.
     "trtllm_mha": Backend(
         devices=("sm90", "sm100", "sm120"),
         fp8_kv=("sm90", "sm100", "sm120"),
@@ -58,12 +58,12 @@ BACKENDS = {
         slides_both_ways=False,
     ),
     # flashinfer_backend.forward_extend: each layer sets causal. update_sliding_window: K and V of a request are cut to
-    # one window, and the plan of a verify has no window.
+    # one window, and within the cut the kernel of a verify applies no window.
     "flashinfer": Backend(
         devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120")
     ),
     # triton_backend.forward_extend: each layer sets causal. extend_attention.py: the window limits earlier tokens. In a
-    # non-causal layer it also limits later tokens, which has no effect, as a window is never shorter than the block.
+    # non-causal layer the window also limits later tokens. This has no effect, as no window is shorter than N.
     "triton": Backend(devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120")),
     # sglang_dflash.cpu.attention: this package's code, tested against a definition of the masks.
     "torch_native": Backend(devices=("cpu",), fp8_kv=()),
@@ -124,7 +124,7 @@ def why_not(name: str, needs: Needs) -> str:
         return f"it is not a draft backend of this plugin ({', '.join(BACKENDS)})"
     if needs.device not in backend.devices:
         return f"it does not run on {needs.device} ({', '.join(backend.devices)} only)"
-    reads = needs.kv_dtype == "fp8_e4m3" and needs.device in backend.fp8_kv  # `append_context` writes no other fp8
+    reads = needs.kv_dtype == "fp8_e4m3" and needs.device in backend.fp8_kv  # the only fp8 dtype of `append_context`
     if not backend.own_kv and needs.kv_dtype not in UNQUANTIZED and not reads:
         return (
             f"a draft KV cache of {needs.kv_dtype} cannot be written and read on {needs.device} "

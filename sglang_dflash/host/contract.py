@@ -24,7 +24,7 @@ def require_seams() -> None:
     """Check SGLang's version, and the names that `plugin.register` hooks or calls.
 
     Raises:
-        HostMismatch: the version differs, or see `check`.
+        HostMismatch: the version differs, or a name is missing, see `check`.
     """
     version = importlib.import_module("sglang").__version__
     if version != SGLANG:
@@ -77,11 +77,11 @@ def set_hooks(hooks: "Hooks") -> None:
 def require_live() -> None:
     """Check that the hooks of `plugin.register` are applied, unless SGLang's own worker is selected.
 
-    This package's CPU platform also calls this function. SGLang loads the platform even if `SGLANG_PLUGINS` omits the
-    plugin.
+    The CPU platform of this package also calls this function, because SGLang loads the platform even if
+    `SGLANG_PLUGINS` omits the plugin.
 
     Raises:
-        HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
+        HostMismatch: the plugin is not loaded, or SGLang could not apply one of the plugin's hooks.
     """
     if flags.current().worker is not Worker.STOCK:
         require_hooks(*(HOOKS[name] for name in ("create_worker", "add_cli_args", "read_draft", "draft_length")))

@@ -1,8 +1,8 @@
-"""State that SGLang's scheduler passes from one step to the next, and the reservation of KV slots between steps.
+"""State that SGLang's scheduler passes from one decode step to the next, and the reservation of KV slots between steps.
 
-The state is the anchor and `prefix_len` of each request. With the overlap schedule SGLang passes both on the device
-(`FutureMap`, the relay), and the host gets them one step late. So before a step, KV slots are reserved for the block
-that the step will verify, and for the block still in flight.
+The state is the anchor and `prefix_len` of each request. With the overlap schedule SGLang passes the state on the
+device, in its `FutureMap` (here "the relay"). The host gets the state one step late. So before a step, KV slots are
+reserved for the block that the step will verify, and for the block still in flight.
 
 Invariant: when `prepare_for_decode` returns, a request's row of req_to_token has KV slots for positions 0 to
 committed + 2 W - 1. `committed` is the latest `prefix_len` that the host has (SGLang's `kv_committed_len`). W is the
@@ -33,7 +33,7 @@ class DraftInput(SpecInput):
     bonus_tokens: torch.Tensor  # anchor_B, int64
     new_seq_lens: torch.Tensor  # prefix_len_B, int64
     future_indices: torch.Tensor | None = None  # index of each request in the relay; set by the overlap schedule
-    allocated_B_cpu: torch.Tensor | None = None  # int32, positions with a KV slot; set by prepare_for_decode
+    allocated_B_cpu: torch.Tensor | None = None  # int32, KV slots per request; set by prepare_for_decode
 
     # Fields that SGLang's relay reads, but that only other algorithms use.
     topk_p = topk_index = hidden_states = draft_probs = None
@@ -101,7 +101,7 @@ class DraftInput(SpecInput):
 
 
 def after_transfer(state: Any, *_: object) -> DraftInput:
-    """Return the state after a prefill on another server.
+    """Return the state before the first decode step of requests that another server has prefilled.
 
     Hook after `SpeculativeAlgorithm.build_disagg_draft_input`.
     """

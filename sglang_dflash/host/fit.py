@@ -32,8 +32,8 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
         NotSupported: the launch sets a window, and K/V are sent to another server (disaggregation).
     """
     if arguments.disaggregation != "null":
-        # SGLang sends the K/V in the target's slots, so the draft must use these slots and keep all context tokens. The
-        # draft's sliding layers still attend only to their window.
+        # SGLang sends the K/V in the target's KV slots, so the draft must use these slots and keep all context tokens.
+        # The draft's sliding layers still attend only to their window.
         if arguments.draft_window is not None:
             raise NotSupported(
                 f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
@@ -49,7 +49,7 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
 
 
 def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
-    """Check that the draft's heads can be split over the ranks that share requests, or raise ValueError."""
+    """Check that the draft's heads can be split over the ranks that run the same requests, or raise ValueError."""
     tp, over = arguments.tp_size, f"--tp-size {arguments.tp_size}"
     if arguments.attention_dp:
         tp //= arguments.dp_size
@@ -81,7 +81,7 @@ def load_format(arguments: Arguments) -> str | None:
 
 
 def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:
-    """Return one sentence for the log per difference between the launch and the draft's files."""
+    """Return sentences for the log: differences between draft and target, and ignored tensors and flags."""
     found = []
     if draft.max_position_embeddings < target.context_length:
         found.append(

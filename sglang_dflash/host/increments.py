@@ -5,9 +5,9 @@ increment. If an increment contains several events, these parsers lose arguments
 loses an answer. So increments are split into pieces of about a token, the pieces are parsed one by one, and the results
 are joined.
 
-A special token is not split, because some parsers do not recognise its parts. Runs of punctuation are not split, and
-white space stays with the following piece, as tokenizers do. Llama's parser reads a piece that starts with a brace as a
-call. These two rules keep a brace after punctuation or white space inside its piece.
+A special token is not split, because some parsers do not recognise its parts. As in most tokenizers, runs of
+punctuation are not split, and white space stays with the following piece. So a brace after punctuation or white space
+does not start a piece. Llama's parser would read a piece that starts with a brace as a call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names of the host contract: every name in SGLang that this package hooks, overrides or calls.
 
-They are read from the file `sglang-0.5.23.txt`, which explains its format. `contract.py` compares the names with the
-running SGLang, `source.py` with SGLang's source.
+The names are read from the file `sglang-0.5.23.txt`, which explains its format. `contract.py` compares the names with
+the running SGLang, `source.py` with SGLang's source.
 """
 
 from collections.abc import Iterator

@@ -17,8 +17,8 @@ A streaming session keeps the memory of a turn (a request of the session) for th
 be freed, but a recurrent state that has read tokens past the turn's end cannot be reset. So if the target has recurrent
 layers, streaming sessions use the prefix cache, like other sessions.
 
-A decode server (disaggregation) copies a retracted request to the host: its state, and the tokens that the scheduler
-has. So the outcome of the step in flight must be processed before a retraction.
+A decode server (disaggregation) copies a retracted request's recurrent state, and the tokens that the scheduler has, to
+the host. The state includes the step in flight. So the outcome of this step must be processed before a retraction.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Stock = Callable[..., None]
 def admit(stock: Callable[..., str | None], *args: Any) -> None:
     """Accept every request: return None.
 
-    SGLang's own worker rejects `return_hidden_states` with the overlap schedule. With `return_sampling_mask` it also
-    rejects min_p, and sampling where its sampling kernel is not available.
+    SGLang's own worker rejects `return_hidden_states` with the overlap schedule. If a request has
+    `return_sampling_mask`, that worker also rejects min_p, and sampling without its sampling kernel.
 
     Hook around `validate_dflash_request` and `validate_spec_sampling_mask_request`.
     """
@@ -75,13 +75,13 @@ def uncount_thoughts(req: Req, n_kept: int) -> None:
 
 
 def find_first_end(stock: Stock, req: Req, n: int) -> None:
-    """Repeat SGLang's test for the end of the answer after each of the last `n` tokens, until it finds an end."""
+    """Repeat SGLang's test for the end of the answer after each of the last `n` tokens, until the test finds an end."""
     step, grammar = req.output_ids[-n:], req.grammar
     del req.output_ids[-n:]
     req.finished_reason = req.finished_len = None
     for i, token in enumerate(step):
         req.output_ids.append(token)
-        # The grammar has accepted all tokens of the step, so its state is only valid after the last one.
+        # The grammar has accepted all tokens of the step, so the grammar's state is only valid after the last token.
         req.grammar = grammar if i == n - 1 else None
         stock(req, 1)
         if req.finished():
@@ -100,7 +100,7 @@ def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs
 
 
 def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
-    """Do nothing, so that the session does not keep the memory of a turn. Hook around `StreamingSession.take`."""
+    """Do nothing, so that a session does not take over a turn's memory. Hook around `StreamingSession.take`."""
 
 
 def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:

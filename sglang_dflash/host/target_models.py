@@ -29,6 +29,6 @@ def set_dflash_layers_to_capture(self: Any, layer_ids: list[int]) -> None:
 
 
 def get_input_embeddings(self: Any, input_ids: torch.Tensor | None = None) -> Any:
-    """Return the embedding layer, or its output for `input_ids`, as SGLang's own models do."""
+    """Return the embedding layer, or its output for `input_ids`, as in SGLang's other models."""
     embedding = self.model.embed_tokens
     return embedding if input_ids is None else embedding(input_ids)

@@ -1,7 +1,7 @@
 """Memory of the draft's context K/V, and hooks that make SGLang count this memory. There are two kinds:
 
-Shared   A slot for each of the target's slots. SGLang allocates and counts this memory itself.
-Rings    For a draft with a sliding window: a ring buffer of slots per request, sized by window and block. The memory of
+Shared   A KV slot for each of the target's KV slots. SGLang allocates and counts this memory itself.
+Rings    For a draft with a sliding window: a ring buffer of KV slots per request, sized by window and block. Memory for
          all ring buffers is reserved, and the target's pool gets the remaining memory.
 """
 
@@ -29,7 +29,7 @@ READ_AGAIN = 64  # number of last prompt tokens that `leave_the_end` excludes fr
 
 Hooks = dict[str, tuple[Callable[..., Any], HookType]]  # by hook names of `host/sglang-0.5.23.txt`
 Pools = tuple[MemoryPoolConfig | None, ReqToTokenPool | None]
-Gauges = dict[str, tuple[int, Callable[[], int]]]  # by pool: its size, and a function for the number in use
+Gauges = dict[str, tuple[int, Callable[[], int]]]  # by name of the pool: its size, and a function for the number in use
 
 
 class DraftKV(Protocol):
@@ -46,7 +46,7 @@ class DraftKV(Protocol):
         """Return the draft's pool configuration and request table, derived from the target's."""
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> DraftSlots:
-        """Return the draft's slots. Call this after pools and attention backends are created."""
+        """Return the finder of the draft's KV slots. Call this after pools and attention backends are created."""
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
         """Return, by name of a pool, its size and a function for the number in use, for metrics."""
@@ -57,14 +57,14 @@ def draft_kv(window: int | None, widest: int, disaggregation: str) -> DraftKV:
 
     Args:
         window: number of context tokens that the draft keeps; None: all.
-        widest: largest number of tokens that a step writes for a request.
+        widest: largest number of tokens per request whose K/V a step writes.
         disaggregation: value of `--disaggregation-mode`.
     """
     return Shared(offloads=disaggregation == "decode") if window is None else Rings(window, widest)
 
 
 class Shared:
-    """Storage with a slot for each of the target's slots."""
+    """Storage with a KV slot for each of the target's KV slots."""
 
     def __init__(self, *, offloads: bool) -> None:
         """`offloads`: SGLang copies K/V of retracted requests to the host, as on a decode server."""
@@ -78,7 +78,7 @@ class Shared:
         return target, requests
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> SharedSlots:
-        """Return the target's slots. With `offloads`, also make SGLang copy the draft's K/V with the target's."""
+        """Return the target's KV slots. With `offloads`, also make SGLang copy the draft's K/V with the target's."""
         if self.offloads:
             copy_along(target.token_to_kv_pool_allocator, draft.token_to_kv_pool)
         return SharedSlots()
@@ -88,7 +88,7 @@ class Shared:
 
 
 def copy_along(allocator: Any, pool: KVCache) -> None:
-    """Wrap SGLang's copies of K/V to the host and back to include the draft's K/V of the same slots."""
+    """Wrap SGLang's copies of K/V to the host and back to include the draft's K/V in the same KV slots."""
     back_up, restore = allocator.get_cpu_copy, allocator.load_cpu_copy
 
     def get_cpu_copy(indices: torch.Tensor, **state: Any) -> tuple[Any, Any]:
@@ -102,14 +102,14 @@ def copy_along(allocator: Any, pool: KVCache) -> None:
 
 
 class Rings:
-    """Storage with a ring buffer of slots for each request."""
+    """Storage with a ring buffer of KV slots for each request."""
 
     def __init__(self, window: int, widest: int) -> None:
         self.window, self.widest = window, widest
 
     @property
     def size(self) -> int:
-        """Return the number of slots per ring. Valid only after SGLang has resolved its arguments."""
+        """Return the number of KV slots per ring. Valid only after SGLang has resolved its arguments."""
         return ring_slots(self.window, self.widest, get_schedule().page_size)
 
     def hooks(self, *, recurrent: bool) -> Hooks:
@@ -126,8 +126,8 @@ class Rings:
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
         """Return the draft's pool configuration and request table.
 
-        The pool has a ring for each request, and a ring for padding. A row of this request table lists the slots that a
-        block of the request attends to. For any context length these are at most the slots of a ring.
+        The pool has a ring for each request, and a ring for padding. A row of this request table lists the KV slots
+        that a block of the request attends to. For any context length these are at most the KV slots of a ring.
         """
         assert target is not None, "the target's pools are made first"
         assert target.max_running_requests is not None, "SGLang decides it with the target's pool"
@@ -156,7 +156,7 @@ class Rings:
         Hook around `KVCacheConfigurator._profile_available_bytes`.
 
         Raises:
-            NotSupported: SGLang cannot compute the bytes of a slot of the draft.
+            NotSupported: SGLang cannot compute the bytes of one KV slot of the draft.
         """
         available = stock(configurator, pre_model_load_memory)
         slot_bytes = configurator.dflash_draft_cell_size_per_token
@@ -190,16 +190,16 @@ def leave_the_end(longest: int, request: Any, input_len: int) -> int:
     acceptance length than after a full prefill (measured, see docs/tuning.md). An attention-only target takes hardly
     longer for 64 tokens than for one.
 
-    Hook after `Req._compute_max_prefix_len`, not set for recurrent targets. They resume from saved states, which may be
-    far apart or missing, and always read the tokens after the last saved state.
+    Hook after `Req._compute_max_prefix_len`, not set for recurrent targets. Such targets resume from saved states,
+    which may be far apart or missing, and always read the tokens after the last saved state.
     """
     return max(min(longest, input_len - READ_AGAIN), 0)
 
 
 def fit_page_tables(draft_runner: ModelRunner) -> None:
-    """Set the width of page tables in attention backends to that of a row of the draft's request table.
+    """Set the width of page tables in attention backends to the length of a row of the draft's request table.
 
-    By default the width is the context length. For shared slots this is too small, because positions may be as far
+    By default the width is the context length. For shared KV slots this is too small, because positions may be as far
     as two widest verifies past the target's context. For a ring it is much too large.
     """
     draft_runner.model_config.context_len = draft_runner.req_to_token_pool.req_to_token.shape[1]

@@ -70,8 +70,8 @@ class RecordPool(MambaPool):
         )
         shape = cache_params.shape
         n_layers, n_tokens = len(mamba_layer_ids), speculative_num_draft_tokens
-        # SGLang may round up the size of captured batches to a multiple of the number of ranks, so that it exceeds the
-        # largest number of requests.
+        # SGLang may round up the size of captured batches to a multiple of the number of ranks. The size may then
+        # exceed the largest number of requests.
         n_rows = max(spec_state_size + 1, get_cuda_graph_max_batch_size(spec_state_size))
         self.conv_window_axis = self._detect_conv_window_axis(shape.conv, shape.conv_kernel - 1)
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):

@@ -1,8 +1,8 @@
-"""Slots of the draft's context K/V, and the context that a block attends to. There are two kinds:
+"""KV slots of the draft's context, and the context that a block attends to. There are two kinds:
 
-SharedSlots   A slot for every slot of the target's pool, with the same id. So a prefix in SGLang's prefix cache is also
+SharedSlots   A KV slot for every target KV slot, with the same id. So a prefix in SGLang's prefix cache is also
               in the draft's pool.
-RingSlots     For a draft with a sliding window: a ring buffer of slots per request, sized by window and block.
+RingSlots     For a draft with a sliding window: a ring buffer of KV slots per request, sized by window and block.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ class Seen(NamedTuple):
     len_B: torch.Tensor  # int64
     bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact if a backend needs it exact
     bound_sum: int  # sum of `bound_B_cpu`
-    kv: KVLocPlan  # the slots of the context and of the block
+    kv: KVLocPlan  # the KV slots of the context and of the block
 
 
 class PromptRows(NamedTuple):
-    """Rows of a prefill whose context K/V are kept, with their positions and slots."""
+    """Token rows of a prefill whose context K/V are kept, with their positions and KV slots."""
 
     rows_T: torch.Tensor | None  # int64, indices of the kept rows in the prefill; None: all rows
     positions_T: torch.Tensor  # int64, position of each kept row
-    slots_T: torch.Tensor  # int64, slot of each kept row
+    slots_T: torch.Tensor  # int64, KV slot of each kept row
 
 
 class DraftSlots(Protocol):
-    """Slots of the draft's context K/V."""
+    """Finder of the KV slots of the draft's context."""
 
     def seen(self, plan: Plan, block: Block) -> Seen:
         """Return the context that the draft attends to when it fills `block`."""
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
-        """Return the slots of a block's tokens, int64 [B * N]."""
+        """Return the KV slots of a block's tokens, int64 [B * N]."""
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
-        """Return the slots of the prompt tokens that the target has just read."""
+        """Return rows, positions and KV slots of the prompt tokens that the target has just read."""
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
         """Return whether a block gets less context than its window holds. The block follows `prefix_len` tokens.
 
         In a ring buffer this happens after a hit in the prefix cache: the ring lacks the tokens of the cached prefix.
-        It ends when the window no longer reaches back to these tokens. Call this only for a request in decode. `row` is
-        the request's row in the request table. The check runs on the host.
+        The cut ends when the window no longer reaches back to these tokens. Call this only for a request in decode.
+        `row` is the request's row in the request table. The check runs on the host.
         """
 
 
 class SharedSlots:
-    """The target's slots: a block attends to all tokens before the anchor, through the target's own request table."""
+    """The target's KV slots: a block attends to all tokens before the anchor, through the target's request table."""
 
     def seen(self, plan: Plan, block: Block) -> Seen:
         return Seen(plan.prefix_len_B, block.bound_B_cpu, block.bound_sum, block.kv)
@@ -81,15 +81,15 @@ class SharedSlots:
 
 
 class RingSlots:
-    """Ring buffers in the draft's own pool: position p of the request in table row r has slot r * size + p % size.
+    """Ring buffers in the draft's own pool: the request in table row r has position p in KV slot r * size + p % size.
 
     A block attends to the last `window` tokens before the anchor, as far as their K/V were written. A prefix from the
     prefix cache is only in the target's pool, so the window begins at the earliest after this prefix. With pages larger
-    than one token the window starts at a page boundary, because backends derive pages from positions in a row. So the
-    window may be up to `page` - 1 tokens longer.
+    than one token the window starts at a page boundary, because attention backends read whole pages. So the window may
+    be up to `page` - 1 tokens longer.
 
     Invariant when a block is drafted: for the request in row r, the last `size` - `widest` positions before the anchor
-    have their K/V in their slots. Positions below first_R[r] are excluded.
+    have their K/V in their KV slots. Positions below first_R[r] are excluded.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class RingSlots:
         """Create empty rings.
 
         Args:
-            size: number of slots of a ring, see `sizes.ring_slots`.
+            size: number of KV slots of a ring, see `sizes.ring_slots`.
             window: number of context tokens that the draft keeps.
-            widest: largest number of tokens that a step writes for a request.
+            widest: largest number of tokens per request whose K/V a step writes.
         """
         self.size, self.window, self.widest = size, window, widest
         self.page = target_runner.page_size
@@ -110,7 +110,7 @@ class RingSlots:
         n_rows, device = len(self.requests.req_to_token), self.table.device
         assert n_rows * size <= draft_runner.max_total_num_tokens, "a ring for every row"
         assert self.table.shape == (n_rows, size), "a row for every ring"
-        self.first_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
+        self.first_R = torch.zeros(n_rows, dtype=torch.int64, device=device)  # first position in the ring of each row
         # Host copies by row: `first_R`, SGLang's counter of the requests that had the row, and the number of prompt
         # tokens read so far.
         self.first_R_cpu = np.zeros(n_rows, np.int64)
@@ -118,11 +118,11 @@ class RingSlots:
         self.columns = torch.arange(window + self.page - 1 + widest, device=device)
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the slots of `positions` in the rings of `rows`, broadcast together."""
+        """Return the KV slots of `positions` in the rings of table rows `rows`; the two are broadcast together."""
         return rows * self.size + positions % self.size
 
     def seen(self, plan: Plan, block: Block) -> Seen:
-        """Return the window and the block, after writing their slots into the draft's request table."""
+        """Return the window and the block, after writing their KV slots into the draft's request table."""
         rows_B1 = plan.rows_B[:, None]
         start_B = torch.maximum(plan.prefix_len_B - self.window, self.first_R[plan.rows_B])
         if self.page > 1:
@@ -146,11 +146,11 @@ class RingSlots:
         return block.bound_B_cpu.clamp(max=len(self.columns))
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
-        """Return the slots of a block's tokens in their rings, int64 [B * N]."""
+        """Return the KV slots of a block's tokens in their rings, int64 [B * N]."""
         return self.slots(plan.rows_B[:, None], block.positions_BN).view(-1)
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
-        """Return the last rows of each prompt, as many as the ring keeps, and their slots."""
+        """Return the last token rows of each prompt, as many as the ring keeps, with positions and KV slots."""
         rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         self._begin(rows_B, prefix_B, prefix_B + new_B)
@@ -173,7 +173,7 @@ class RingSlots:
         If a request reads the next chunk of the same prompt, its ring continues instead.
 
         Args:
-            rows_B: rows of the requests in the request table.
+            rows_B: row of each request in the request table.
             prefix_B: for each request, position of the first token that is read.
             end_B: for each request, position after the last token that is read.
         """
@@ -189,7 +189,7 @@ class RingSlots:
 
 
 class ExactRingSlots(RingSlots):
-    """Ring slots for backends that need exact lengths on the host. For them SGLang's scheduler provides these lengths.
+    """Ring slots for backends that need exact lengths on the host. SGLang's scheduler then provides these lengths.
 
     FlashInfer allocates partial results by the lengths planned on the host, but writes them by the lengths on the
     device. If these lengths differ, results of different requests are mixed.

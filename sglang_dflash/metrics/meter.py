@@ -1,8 +1,7 @@
 """DFLASH metrics on the server's `/metrics`, with SGLang's labels (`--enable-metrics`).
 
-`table.py` lists the metrics. When SGLang has a step's outcome on the host, the outcome is added to counts in
-Python. The counts are passed to Prometheus when they have at least `WRITE_EVERY` blocks, or when the scheduler is
-idle.
+`table.py` lists the metrics. When SGLang has a step's outcome on the host, the outcome is added to counts in Python.
+The counts are passed to Prometheus when they include at least `WRITE_EVERY` blocks, or when no request runs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2,
 
 
 class Pool(NamedTuple):
-    """Size of a pool, and a function for the number in use."""
+    """Number of slots of a pool, and a function that returns the number in use."""
 
     size: int
     in_use: Callable[[], int]
@@ -113,7 +112,8 @@ class Meter:
     With the overlap schedule a step may still verify a block of a request that has ended or was retracted. Such a block
     is not counted.
 
-    Invariant: `tally` and `cut` have no written counts. If `is_written`, both are empty, and pool gauges are current.
+    Invariant: `tally` and `cut` contain only counts that are not written yet. If `is_written`, `tally` and `cut` are
+    empty, and pool gauges are current.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Meter:
         Args:
             exports: Prometheus objects.
             times: times of stages.
-            is_cut: function of a request's row and prefix length, see `DraftSlots.is_cut`.
+            is_cut: function of a request's row in req_to_token and its prefix length, see `DraftSlots.is_cut`.
             pools: pools by name.
             copies: reader of copy counts; None: the server makes no copies.
         """
@@ -147,7 +147,7 @@ class Meter:
         rows = scheduler.req_to_token_pool
         pools = {name: Pool(*gauge) for name, gauge in worker.config.draft_kv.gauges(rows).items()}
         if scheduler.is_hybrid_ssm:
-            # Looked up at each call, because the scheduler creates `pool_stats_observer` after the reporter.
+            # The lambda looks up `pool_stats_observer`, because the scheduler creates it after the reporter.
             pools["states"] = Pool(
                 rows.mamba_pool.size, lambda: scheduler.pool_stats_observer.get_pool_stats().mamba_num_used
             )

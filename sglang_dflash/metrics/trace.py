@@ -17,9 +17,9 @@ from sglang_dflash.width.chooser import Trace as Outcome
 
 
 def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]:
-    """Return the stages, and a function that writes every step's outcome into `folder`.
+    """Return the stages, changed to record where copies begin, and a function that writes each outcome into `folder`.
 
-    If `folder` is None, the second result is None.
+    If `folder` is None, return unchanged stages and None.
     """
     if folder is None:
         return stages, None
@@ -33,8 +33,8 @@ def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]
 class Trace:
     """Writer of one JSON line per step, into a file per process, because ranks must not share a file.
 
-    `places` holds one entry per step without an outcome, oldest first: the slot of each block after which the copy
-    begins (`Copied.place_B`). Without a copier it stays empty.
+    `places` has one entry per step in flight, oldest first: the slot of each block after which the copy begins
+    (`Copied.place_B`). Without a copier, `places` stays empty.
     """
 
     def __init__(self, folder: Path, copier: TextCopies | None) -> None:
@@ -45,7 +45,7 @@ class Trace:
         self.places = deque[torch.Tensor]()
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Run the copier, and start to copy `place_B` to the host."""
+        """Run the copier, and start the transfer of `place_B` to the host."""
         assert self.copier is not None
         step = self.copier.copy(plan, drafts_BN)
         assert step.made is not None
@@ -53,7 +53,7 @@ class Trace:
         return step
 
     def add(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """Write a step. With a copier, field `copied` has each request's number of accepted drafts that were copied."""
+        """Write a step's line. With a copier, field `copied` has each request's number of accepted copied drafts."""
         accepted = dict(zip(rids, n_accepted_B, strict=True))
         line = {"s": round(now_s, 6), "width": width, "accepted": accepted}
         if self.copier:

@@ -85,7 +85,7 @@ def answer(options: Namespace) -> None:
 def summary(steps: Sequence["DecodedStep"], began: float, ends: Sequence[float]) -> str:
     """Return one line about the steps with drafts.
 
-    These are all but the first step, which reads the prompt, and the last step, which has no tokens.
+    The first step reads the prompt, and the last step has no tokens. All other steps have drafts.
 
     Args:
         steps: steps that `stream_generate` has yielded.

@@ -1,7 +1,7 @@
 """DFlash or DFlash 2 draft in MLX: the computation of `sglang_dflash.model.draft`, for one block of one sequence.
 
-Shapes: S features or slots, N slots of a block, D = N - 1 drafts, T visible context tokens, H hidden, C features, E
-head width, V vocabulary, K candidates; 1 is the batch.
+Shapes: S committed tokens or slots, N slots of a block, D = N - 1 drafts, T visible context tokens, H hidden, C
+features, E head width, V vocabulary, K candidates, R rank of the selector; 1 is the batch.
 """
 
 from collections.abc import Callable

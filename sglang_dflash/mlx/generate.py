@@ -26,7 +26,7 @@ def likeliest(logprobs_NV: mx.array) -> mx.array:
 class Options:
     """Options of a generation.
 
-    sampler: one of mlx-lm's (`mlx_lm.sample_utils.make_sampler`); greedy by default.
+    sampler: a sampler of mlx-lm (`mlx_lm.sample_utils.make_sampler`); greedy by default.
     width: slots of a block, drafted and then verified, the anchor included; None: the checkpoint's block size.
     draft_window: largest number of context tokens that the draft attends to; None: no limit.
     """

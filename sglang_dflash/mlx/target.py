@@ -1,9 +1,9 @@
 """Model of mlx-lm as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
 
 Calls of layers are recorded while the model reads. The outputs of some layers are the features. K and V of rejected
-tokens are dropped, but no token can be removed from a recurrent state. So the state before the block is restored, and
-the layer is called again with the kept rows of its recorded input. MLX is lazy: of this second call it computes the
-projections and the state, but not the unused output.
+tokens are dropped, but no token can be removed from a recurrent state. So the recurrent state before the block is
+restored, and the layer is called again with the kept rows of its recorded input. MLX is lazy, so this second call
+computes the projections and the recurrent state, but not the unused output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREFILL_CHUNK = 2048  # tokens of a prompt per forward, as in mlx-lm
 class Call(NamedTuple):
     """Recorded call of a layer."""
 
-    rows: mx.array  # [1, S, H]
+    rows: mx.array  # the layer's input, [1, S, H]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     out: mx.array
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, Call]]:
-    """Record the last call of each layer, by index.
+    """Yield a dict that gets the last call of each layer, by the layer's index.
 
     Inside the context the layers' classes are patched, because Python looks up `__call__` in the class.
     """
@@ -59,7 +59,7 @@ def recorded(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, Call]]:
 
 
 class MLXTarget:
-    """Reader of one text, with the target's cache.
+    """Reader of one sequence with the target's cache. It can undo the last tokens of the last read.
 
     Args:
         layer_ids: layers whose outputs are features.
@@ -69,8 +69,8 @@ class MLXTarget:
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         self.model, self.layer_ids = model, layer_ids
-        # A rotating cache overwrites rows that left the window, so rejected tokens could not be undone. If it is
-        # replaced by a plain cache, the attention mask limits the window.
+        # A rotating cache overwrites K and V that left the window, so rejected tokens could not be undone. With a plain
+        # cache instead, the attention mask limits the window.
         made = make_prompt_cache(model)
         self.caches = [KVCache() if isinstance(cache, RotatingKVCache) else cache for cache in made]
         unknown = {type(cache).__name__ for cache in self.caches} - {KVCache.__name__, ArraysCache.__name__}
@@ -80,7 +80,7 @@ class MLXTarget:
                 "only K and V, and arrays of recurrent layers, can be undone"
             )
         self.recurrent = [i for i, cache in enumerate(self.caches) if isinstance(cache, ArraysCache)]
-        # Only these layers are recorded, because the rows of a prompt's chunk are large.
+        # Only these layers are recorded, because inputs and outputs for a prompt's chunk are large.
         self.watched = {i: model.layers[i] for i in {*layer_ids, *self.recurrent}}
         self.n_rows = 0  # number of tokens of the last read
         self.before: dict[int, list[Any]] = {}  # arrays of recurrent layers before the last read

@@ -6,8 +6,8 @@
     output_ids = draft.spec_generate(input_ids, target, max_new_tokens=2048, stop_token_ids=[tokenizer.eos_token_id])
 
 This package does not import sglang. The trainer trains this draft. The draft's forward is also the independent
-reference for the steps that SGLang serves. `sglang_dflash.draft.checkpoint` reads checkpoints for both. No code of a
-checkpoint is executed.
+reference for the steps that SGLang serves. `sglang_dflash.draft.checkpoint` reads checkpoints for this package and for
+SGLang. No code of a checkpoint is executed.
 """
 
 from sglang_dflash.draft.record import Checkpoint as DraftConfig

@@ -18,7 +18,7 @@ class Copies:
         self.totals_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
 
     def copy(self, tokens_N: torch.Tensor) -> torch.Tensor:
-        """Return the tokens to verify for a block, int64 [N]: the block up to some slot, then a copy."""
+        """Return the tokens to verify, int64 [N]: the block, with its last guesses replaced by a copy if trusted."""
         self.block_1N, N = tokens_N.cpu()[None], len(tokens_N)
         self.texts = Texts(
             torch.tensor([len(self.text)]),
@@ -30,7 +30,10 @@ class Copies:
         return self.copied.tokens_BN[0].to(tokens_N.device)
 
     def weigh(self, step: DecodedStep) -> None:
-        """Count the outcome of the last copy, and extend the history. `step` must not be cut by `ended`."""
+        """Count the gain of each n-gram match in the last block, copied or not, and extend the history.
+
+        `step` must not be cut by `ended`.
+        """
         committed_1N = torch.zeros_like(self.block_1N)
         committed_1N[0, : len(step.committed)] = torch.tensor(step.committed)
         n_committed_1 = torch.tensor([len(step.committed)], dtype=torch.int32)

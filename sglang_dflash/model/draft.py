@@ -4,8 +4,9 @@ A block is the anchor (the last committed token) followed by mask tokens. Every 
 projected in each layer from the features of all committed tokens before the anchor. A slot also attends to its block,
 in causal sliding layers only up to the slot itself. The draft uses the target's embedding and head.
 
-Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, H hidden, C features, L layers, G
-key/value heads, E head width. Generation uses one block per sequence, training many blocks over one context.
+Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, S context tokens or slots, H hidden, C
+features, L layers, G key/value heads, Q query heads per key/value head, E head width. Generation uses one block per
+sequence, training many blocks over one context.
 
 This module contains no target, sampling or loss.
 """
@@ -22,7 +23,7 @@ from sglang_dflash.model.second import BlockConv, CandidateSelector, convolved
 
 
 class ContextKV(NamedTuple):
-    """Draft keys and values of T context tokens. In the context of a block, token t is at position t."""
+    """Draft keys and values of T context tokens. `Draft.forward` requires token t at position t of the sequence."""
 
     keys_LRGTE: torch.Tensor  # normalised, with rotary embedding
     values_LRGTE: torch.Tensor
@@ -36,7 +37,7 @@ class ContextKV(NamedTuple):
 
 
 class Norm(nn.RMSNorm):
-    """RMS norm in the dtype of its input. Under autocast PyTorch's own would leave its fused kernel."""
+    """RMS norm in its input's dtype. If weight and input differ in dtype (autocast), PyTorch's kernel is not fused."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -104,7 +105,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm layer, [R, A, N, H] -> [R, A, N, H]; arguments as for `Attention`."""
+    """Pre-norm layer, [R, A, N, H] -> [R, A, N, H]; arguments as for `Attention.forward`."""
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()

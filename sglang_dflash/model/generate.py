@@ -27,11 +27,11 @@ class Options:
     """Options of a generation.
 
     block_size: slots of a block, the anchor included; None: the checkpoint's.
-    width: slots verified per step, a prefix of the block; with `copies` also more than the block. None: the block.
-    draft_window: number of context tokens to attend to at most, as `--speculative-draft-window-size`; None: no limit.
+    width: number of tokens verified per step; more than the block only with `copies`. None: the block size.
+    draft_window: largest number of context tokens that a block attends to; None: no limit.
     page_size: tokens per KV page. The window begins at a page boundary, so it is up to `page_size` - 1 tokens longer.
-    n_unseen: tokens at the start that the draft never attends to, as with a cached prefix and a ring buffer.
-    copies: continue the block's guesses by n-gram copies, see `kernels/copy_draft.py`.
+    n_unseen: number of first tokens that the draft never attends to, like a cached prefix with a ring buffer.
+    copies: replace the block's last guesses by n-gram copies, see `kernels/copy_draft.py`.
     generator: random generator for temperature > 0, on the target's device; None: torch's default.
     """
 
@@ -128,7 +128,7 @@ def accepted_at(
     block_size: int | None = None,
     draft_window: int | None = None,
 ) -> list[int]:
-    """Return, for each token of the target's own answer, the number of accepted drafts of a block anchored there.
+    """Return the number of accepted drafts of a block anchored at each token of the target's own answer.
 
     Near the end of the answer, only drafts up to its last token are compared.
     """

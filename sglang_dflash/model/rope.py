@@ -1,4 +1,4 @@
-"""Rotary position embedding of the draft. All E dimensions are rotated, paired across a head's halves.
+"""Rotary position embedding of the draft. All E dimensions of a head are rotated, in pairs (e, e + E/2).
 
 Angles, cosines and sines are computed in fp32. The rotation itself runs in the draft's dtype.
 """

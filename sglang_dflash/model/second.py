@@ -23,8 +23,8 @@ from sglang_dflash.draft.record import Checkpoint
 class BlockConv(nn.Module):
     """Two depthwise convolutions over the slots of a block: before and after a sublayer.
 
-    Each kernel is the sum of two terms. One is fixed for each channel. The other is shared by a group of channels, and
-    computed from the slot's hidden state before the first convolution.
+    Each kernel is the sum of two terms. The first term is a parameter of each channel and equal for all slots. The
+    second is shared by a group of channels, and computed from the slot's hidden state before the first convolution.
     """
 
     def __init__(self, config: Checkpoint) -> None:

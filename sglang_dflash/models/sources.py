@@ -44,7 +44,7 @@ NOT_SOURCE = {"site-packages", "test", "tests"}
 
 
 class Kind(StrEnum):
-    """Kind of a piece: a function, a function's header (signature and docstring), or a longer docstring."""
+    """Kind of a piece: a function, a function's header (signature and docstring), or a docstring."""
 
     CODE = "code"
     HEADER = "header"
@@ -87,9 +87,9 @@ def pieces(text: str, tree: ast.Module) -> Iterator[Piece]:
 
 
 def function_pieces(node: ast.FunctionDef, source: str) -> Iterator[Piece]:
-    """Yield a function of 4 to 30 lines and at most 1,200 characters, and its header.
+    """Yield a function and its header; nothing unless the function has 4 to 30 lines and at most 1,200 characters.
 
-    The header is the source up to the end of the docstring. A function without a docstring has no header.
+    The header is the source up to the end of the docstring. A function without a docstring or a body has no header.
     """
     lines = source.splitlines()
     if not 4 <= len(lines) <= 30 or len(source) > 1200:
@@ -102,7 +102,7 @@ def function_pieces(node: ast.FunctionDef, source: str) -> Iterator[Piece]:
 def tasks(folders: Sequence[Path], n: int, seed: int) -> Iterator[Messages]:
     """Yield at most `n` user messages with tasks on pieces from `folders`.
 
-    A half is about code, and a third of these are completions. The other half is about text.
+    Half of the tasks are about code, and a third of this half are completions. The other half is about text.
     """
     found = pieces_of(folders)
     n_completions = n // 6
@@ -117,7 +117,7 @@ def pieces_of(folders: Sequence[Path]) -> set[Piece]:
 
 
 def of_kind(found: set[Piece], n: int, seed: int, asked: Sequence[str], kind: Kind) -> Iterator[Messages]:
-    """Yield at most `n` user messages: a random one of `asked`, then a piece of the given kind."""
+    """Yield at most `n` user messages: a random request of `asked`, then a piece of the given kind."""
     random = Random(f"{seed}/{kind}")
     texts = sorted(piece.text for piece in found if piece.kind == kind)
     for text in random.sample(texts, min(len(texts), n)):

@@ -1,4 +1,4 @@
-"""Launch budget: the largest number of launches of each stage of a decode step.
+"""Launch budget: the largest number of launches that each stage of a decode step may have.
 
 The GPU emulation checks the budget if SGLANG_DFLASH_REHEARSE contains `,streams`. It checks only steps that replay
 graphs and have only plain greedy requests.
@@ -8,15 +8,15 @@ branches and not measured, and the limit in the emulation. The limit is higher i
 several operations. Examples are filling a graph's inputs, norms, and the windows of a convolution.
 
     stage      GPU  launches on a GPU
-    plan         2  the block; the verified part, if its width differs (each: tokens, positions and slots)
+    plan         2  the block; the verified part, if its width differs (each: tokens, positions, KV slots)
     catch_up     4  the launches of append, only after steps without drafts
     draft        4  the graph's inputs, attention metadata, the graph, a copy of its drafts
     copy         2  the clearing of the search's results; the kernel that searches and copies
-    verify       8  track slots (two), positions, inputs, metadata, state rows, query starts, the graph
+    verify       8  track slots (two), positions, inputs, metadata, state slots, query starts, the graph
     choose       1  argmax
     count        0  token counts, only for requests with penalties
     weigh        1  counts of copies
-    commit       3  the slots to keep, states, convolution windows
+    commit       3  search for the kept block slots; recurrent states; convolution windows
     append       4  projection, norm, product for K and V, the write
     others       2  accept, and the published lengths
     result       0
@@ -48,7 +48,7 @@ LAUNCHES = {
     "others": Budget(2, 2),
     "result": Budget(0, 0),
 }
-# Further emulated launches if the draft has a window, because slots of ring buffers are computed by small operations.
+# Further emulated launches if the draft has a window: the KV slots of ring buffers are computed by small operations.
 RING = {"catch_up": 20, "draft": 20, "append": 8}
 FLASHINFER_PLAN = 19  # launches with which FlashInfer plans a forward, equal on a GPU and in the emulation
 

@@ -45,7 +45,7 @@ def build_stages(
     Args:
         worker: the target's worker.
         draft: the draft's runner.
-        slots: slots of the draft's context K/V.
+        slots: KV slots of the draft's context.
         states: the `State` of the widest verify, attached to SGLang's own attention backend, and a function that makes
             another width's `State`.
         logits: form of the logits that a verify returns, see `verified_logits`.
@@ -53,7 +53,7 @@ def build_stages(
         widths: verify widths.
         copy: use of n-gram copies.
         slots_are_ours: only this worker reads and writes KV slots, see `DFlashConfig`.
-        on_host: the target runs on the CPU.
+        on_host: the target runs on the CPU, without GPU emulation.
     """
     target = worker.model_runner
     most = widest(block_size, widths)

@@ -72,7 +72,7 @@ class Choice:
     ) -> torch.Tensor:
         """Return the target's token after each slot, int64 [B, N]. Edits the logits in `target` in place.
 
-        If only the largest logit of each row is needed, the logits in `target` are set to None.
+        If only the largest logit of each slot is needed, the logits in `target` are set to None.
 
         Args:
             tokens_BN: int64, verified tokens: anchor and drafts.
@@ -90,7 +90,7 @@ class Choice:
         return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
 
     def _reads_only_the_largest(self, batch: ScheduleBatch) -> bool:
-        """Return whether all requests are greedy, and none edits logits or returns log-probabilities or masks."""
+        """Return whether all requests are greedy, and none edits logits or returns logprobs or sampling masks."""
         info = batch.sampling_info
         return (
             info.is_all_greedy
@@ -135,7 +135,7 @@ class Choice:
         self.processors.keep_tokens(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:
-        """Sample at every slot of a step, with every filter, so that the caller can measure the memory of sampling."""
+        """Sample at every slot with top-k, top-p and min-p, so that the caller can measure the memory of sampling."""
         ones_B = torch.ones(n_requests, device=self.device)
         info = SamplingBatchInfo(
             temperatures=ones_B[:, None],

@@ -1,12 +1,12 @@
 """Append: turn the target's features into the draft's context K/V.
 
 The draft never runs over the prompt, because its context K/V depend only on the target's features. `memory/slots.py`
-computes the slots to which the K/V are written.
+computes the KV slots of the context.
 
 Context K/V are not read before the next block is drafted. So a step without drafts only keeps its features ("waiting
 rows"). One projection later computes the K/V of several steps, and reads the draft's weights only once. With a
-hierarchical cache or disaggregation, K/V are written in every step, because SGLang copies slots. For example, the cache
-copies a request's slots to the host when the request ends.
+hierarchical cache or disaggregation, K/V are written in every step, because SGLang copies KV slots. For example, the
+cache copies a request's KV slots to the host when the request ends.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.step import Plan
 
-LATE_ROWS = 64  # smallest capacity for waiting rows; a matrix product takes about equal time for any number up to this
+LATE_ROWS = 64  # smallest capacity for waiting rows; a matrix product takes about equal time for 1 to 64 rows
 
 
 class LateRows:
-    """Rows whose context K/V are written later: one per request and step, for consecutive steps of one batch.
+    """Token rows whose context K/V are written later: one per request and step, for consecutive steps of one batch.
 
-    Invariant: no two rows share a slot, and no slot has been written since its row was added. When a request leaves the
-    batch, another request may get its slots. So the owner, `ContextKV`, writes waiting rows before it adds rows of a
-    batch of other requests, and before it writes a prompt's rows.
+    Invariant: no two rows share a KV slot, and no such slot has been written since its row was added. When a request
+    leaves the batch, another request may get its KV slots. So the owner, `ContextKV`, writes waiting rows before it
+    adds rows of a batch of other requests, and before it writes a prompt's rows.
     """
 
     def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class LateRows:
         self.slots.append(slots_B)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Remove all rows and return their features [T, C], positions and slots, int64 [T]."""
+        """Remove all rows and return their features [T, C], positions and KV slots, int64 [T]."""
         rows = self.features_TC[: self.n_rows], torch.cat(self.positions), torch.cat(self.slots)
         self.forget()
         return rows
@@ -109,7 +109,7 @@ class ContextKV:
             eps=attention.k_norm.variance_epsilon,
             cos_sin_PR=attention.rotary_emb.cos_sin_cache,
         )
-        # A ring buffer has more than `block_size` slots, so rows of `block_size` steps of one token never share a slot.
+        # A ring has more than `block_size` KV slots, so rows of `block_size` steps of one token never share a KV slot.
         self.late = LateRows(max(LATE_ROWS, n_requests), block_size, like_TC=model.fc.weight)
 
     @torch.inference_mode()

@@ -1,9 +1,9 @@
 """Copy: replace a block's last guesses by an n-gram copy (prompt lookup) from the request's own token history.
 
-A copy proposes the tokens that followed an earlier occurrence of the same n-gram. Histories are on the device, one row
-per row of SGLang's request table. When a prompt has been read, the whole prompt is written to its history, including a
-cached prefix. Each step writes its verified tokens directly after the history. The next step's prefix length determines
-which of these tokens belong to the history.
+A copy proposes the tokens that followed an earlier occurrence of the same n-gram. Histories are on the device, in a
+table with the rows of SGLang's request table. When a prompt has been read, the whole prompt is written to its history,
+including a cached prefix. Each step writes its verified tokens directly after the history. The next step's prefix
+length determines which of these tokens belong to the history.
 
 For each request, the success of copies in its earlier steps decides whether a block gets a copy, and from which slot on
 (`kernels/copy_draft.py`, `kernels/weigh_copies.py`). The target still verifies one chain of tokens, so other stages do
@@ -35,14 +35,14 @@ class Copier(Protocol):
         """Write the token history of requests whose prompt, or a chunk of it, has been read."""
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Replace the last guesses of a block by a copy if the copy is expected to have more accepted tokens.
+        """Replace the last guesses of a block by a copy if more tokens of the copy are expected to be accepted.
 
         Args:
             drafts_BN: int64 [B, width]: anchor, drafts, then mask tokens if the width exceeds the block.
         """
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count the gain of each copy in `step` whose outcome is known.
+        """Count the gain of each n-gram match in the blocks, copied or not, if the outcome of its copy is known.
 
         The gain is the number of accepted drafts with the copy, minus the number with the draft model's guesses alone.
         """
@@ -50,7 +50,7 @@ class Copier(Protocol):
     def totals(self) -> list[list[int]]:
         """Return two counts for each class of match lengths: blocks with a copy, and accepted copied drafts.
 
-        Counts are since the last `forget`. The list is empty on a server without copies. Waits for the device.
+        Counts are since the last `forget`. The list is empty on a server without copies. This waits for the device.
         """
 
     def forget(self) -> None:
@@ -92,7 +92,7 @@ class NoCopies:
 class TextCopies:
     """Copier that copies from each request's own history.
 
-    Invariant when a step begins: text_QM[r, :prefix_len] is the history, before the anchor, of the request in row r.
+    Invariant when a step begins: text_QM[r, :prefix_len] is the history before the anchor, for the request in row r.
     """
 
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
@@ -100,7 +100,7 @@ class TextCopies:
         self.vocab_size, self.device = vocab_size, req_to_token.device
         self.text_QM = torch.zeros_like(req_to_token, dtype=torch.int32)
         self.counts_QK2 = torch.zeros(len(req_to_token), N_CLASSES, 2, dtype=torch.int32, device=self.device)
-        self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # sums over all requests
+        self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # over all requests, see `totals`
         self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)
 
     def read(self, batch: ScheduleBatch) -> None:
@@ -114,13 +114,13 @@ class TextCopies:
         self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Copy from the first trusted match of each request, and write the resulting block after the history."""
+        """Copy from the first trusted match in each block, and write the resulting block after the history."""
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
         copied = self.copy_draft(drafts_BN, texts)
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Add the gains, see `Copier.weigh`, to each request's counts, by class of match lengths."""
+        """Add the gains (see `Copier.weigh`) to each request's counts, by class of match lengths."""
         if step.made is not None and step.drafts_BN.shape[1] > 1:  # at width 1 nothing was drafted
             (copied, texts), committed = step.made, (accepted.committed_BN, accepted.n_committed_B)
             self.weigh_copies(step.drafts_BN, copied, *committed, texts, totals_K2=self.totals_K2)
@@ -135,7 +135,7 @@ class TextCopies:
 
 
 class RandomCopies(TextCopies):
-    """Copier for tests. In each step it trusts randomly drawn classes of match lengths, equal on all ranks."""
+    """Copier for tests. In each step each request trusts random classes of match lengths, equal on all ranks."""
 
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
         super().__init__(req_to_token, vocab_size)

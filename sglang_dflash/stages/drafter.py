@@ -1,8 +1,8 @@
 """Draft: one forward of the draft model over the planned blocks.
 
 The forward runs in SGLang's TARGET_VERIFY mode on the draft's own runner. This mode provides N queries per request over
-the context K/V, attention metadata for every backend, and CUDA graphs. `memory/slots.py` computes the slots of the
-context K/V, and the context that a block attends to.
+the context K/V, attention metadata for every backend, and CUDA graphs. `memory/slots.py` computes the KV slots of the
+context, and the context that a block attends to.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Drafter:
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
         """Draft one block per request. Return int64 [B, width]: the anchor, drafts, then mask tokens past the block.
 
-        There are mask tokens only if the width exceeds the block. If only the anchor is verified, the draft does not
-        run. Otherwise the draft fills the whole block, as in training. Then the result is a copy, because all graphs
-        share the memory of their outputs: the target's replay would overwrite the drafts before they are compared.
+        There are mask tokens only if the width exceeds the block. If only the anchor is verified, the draft model does
+        not run. Otherwise it fills the whole block, as in training, and the result is a copy. All graphs share the
+        memory of their outputs, so the target's replay would overwrite the drafts before they are compared.
         """
         block = plan.drafted
         if block is None:

@@ -1,8 +1,8 @@
 """Dry run: steps of dummy requests at server start, which compile kernels and measure step times.
 
-The request table has no slots for dummy requests. So steps read and write the pools' padding slots, or ring buffers
-that no request uses yet. Each dummy request has its own recurrent state (`own_states`). If all shared one state, the
-GPU would read this state from its cache, and measured times would be too short.
+The request table has no KV slots for dummy requests. So dry steps read and write the pools' padding slots, or ring
+buffers that no request uses yet. Each dummy request has its own recurrent state (`own_states`). If all requests shared
+one state, the GPU would read it from its L2 cache, and measured times would be too short.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DryRun:
         """`on_host`: the target runs on the CPU, without GPU emulation."""
         self.stages, self.on_host = stages, on_host
         self.runner = stages.verifier.worker.model_runner
-        self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # whether batches have track slots
+        self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # whether batches have track slots, see `state.py`
 
     def run(self, kind: WidthPolicy) -> Policy:
         """Warm up every width, measure step times, and return the policy of the given kind."""
@@ -59,8 +59,8 @@ class DryRun:
     def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
         """Run the draft, a greedy step at each width, and the `penalise` kernel, to compile their kernels.
 
-        They run once for each batch size that needs its own compiled kernels. On the CPU nothing is compiled per batch
-        size, so one size is run.
+        All three run once for each batch size that needs its own compiled kernels. On the CPU nothing is compiled per
+        batch size, so one size is run.
         """
         if not widths:  # a prefill-only server
             return
@@ -78,7 +78,8 @@ class DryRun:
         """Return the seconds of a greedy step of `n_requests` at each width.
 
         Each round runs all widths, so a temporary slowdown of the machine affects all times of a round. To remove
-        the slowdown, each time is divided by the mean of its round. The result is scaled by the median of these means.
+        the slowdown, each time is divided by the mean of its round. The median of these ratios over the rounds is
+        multiplied by the median of the means. Above width 1 the result includes the draft model's forward.
         """
         whole = self.plan(n_requests, self.stages.planner.block_size)
         runs = [
@@ -95,8 +96,8 @@ class DryRun:
         self.stages.context_kv.late.forget()
         self.stages.copier.forget()
         self.stages.verifier.restore()
-        # If a dry step's event stayed set, the scheduler would not wait for the first prompt, and would change tables
-        # that this prompt still reads.
+        # If a dry step's event stayed set, the scheduler would wait for this event instead of the first prompt. Then it
+        # would change tables that this prompt still reads.
         self.runner.shared_read_done_event = None
 
     def plan(self, n_requests: int, width: int) -> Plan:
@@ -119,7 +120,7 @@ class DryRun:
         seen = SharedSlots().seen(plan, plan.verified)
         info = block_info(width, CaptureHiddenMode.FULL, self.runner.device)
         batch = SimpleNamespace(
-            mamba_track_indices=torch.zeros_like(plan.rows_B) if self.tracks else None,  # the padding slot
+            mamba_track_indices=torch.zeros_like(plan.rows_B) if self.tracks else None,  # the padding state slot
             tree_cache=SimpleNamespace(page_size=self.runner.page_size),
             req_pool_indices=plan.rows_B,
             forward_mode=ForwardMode.DECODE,

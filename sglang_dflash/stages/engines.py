@@ -1,4 +1,4 @@
-"""Engines: parts of the target that exist once per width. These are attention backend, state, graphs and LoRA routing.
+"""Engines: parts of the target that exist once per width: attention backend, `State`, graphs and LoRA routing.
 
 SGLang's backends and graph runners read the number of tokens per request from SGLang's configuration when they are
 created. So they are created for each width, with this width in the configuration. All widths share weights and memory
@@ -130,8 +130,8 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
 def fewer(sizes: Sequence[int]) -> list[int]:
     """Return SGLang's largest captured batch size, and all captured batch sizes that are powers of two.
 
-    With these sizes graphs of the narrower widths are captured. Other batches are padded, which costs little, because
-    narrow widths verify few tokens per request.
+    With these sizes graphs of the narrower widths are captured. Batches of other sizes are padded. This costs little,
+    because narrow widths verify few tokens per request.
     """
     return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
 

@@ -29,7 +29,7 @@ BROKEN = (ValueError, RuntimeError)  # errors that a failed grammar raises
 def allowed(
     batch: ScheduleBatch, tree: GrammarTree, device: torch.device, barrier: Callable[[], None] | None
 ) -> GrammarMask | None:
-    """Advance each grammar along its request's drafts, on the host. On a GPU the target's forward runs at this time.
+    """Return a mask of the tokens that grammars allow at every slot. The host computes it while a GPU verifies.
 
     Args:
         tree: the drafts of every request, one chain each.

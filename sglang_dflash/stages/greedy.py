@@ -1,8 +1,8 @@
 """Logits of a verify if the head is split over tensor-parallel ranks: each rank keeps its shard.
 
 In SGLang a forward ends by gathering, casting and storing every rank's shard of the vocabulary on every rank. A greedy
-batch needs only the largest logit of each row. So with `Shards` a verify, captured or not, ends with the shards. If the
-batch is greedy, ranks then exchange their best values and token ids. Otherwise SGLang's own functions gather the
+batch needs only the largest logit of each token row. So with `Shards` a verify, captured or not, ends with the shards.
+If the batch is greedy, ranks then exchange their best values and token ids. Otherwise SGLang's own functions gather the
 logits.
 
 `verified_logits` selects `Whole` or `Shards` before the target's graphs are captured.
@@ -83,7 +83,7 @@ class Shards(Whole):
 def keep_shards(processor: LogitsProcessor) -> None:
     """Change `processor` so that a verify ends with this rank's shard. Call this before graphs are captured.
 
-    SGLang's processor has two methods for the last operations on soft-capped logits. They are free to be replaced,
+    SGLang calls two methods of its processor only for soft-capped logits. This function replaces these two methods,
     because `why_whole` excludes soft-capped heads.
     """
 

@@ -1,4 +1,4 @@
-"""Routing of a forward's rows to the target's LoRA adapters. The draft has no adapters.
+"""Routing of a forward's token rows to the target's LoRA adapters. The draft has no adapters.
 
 SGLang computes the routing for every forward that it builds from a batch, including verifies. Captured graphs read the
 routing from tensors that SGLang creates with each graph runner. But SGLang only keeps a reference to the tensors of the
@@ -13,8 +13,8 @@ from typing import Any
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
-# Attributes in which SGLang's LoRA backends keep these tensors. csgmv has the first one, triton the first two, and
-# triton_v2 the third.
+# Attributes in which SGLang's LoRA backends keep the routing tensors. csgmv has the first one, triton the first two,
+# and triton_v2 the third.
 STATIC = ("cuda_graph_batch_info", "cuda_graph_sgemm_batch_info", "decode_cuda_graph_batch_info")
 
 Routing = Mapping[str, Any]  # by attribute name; empty without LoRA
@@ -29,13 +29,13 @@ def routing_of(runner: ModelRunner) -> Routing:
 
 
 def use(runner: ModelRunner, routing: Routing) -> None:
-    """Set the tensors into which SGLang writes the routing. They must be those that the next graph reads."""
+    """Set the tensors into which SGLang writes the routing. These must be the tensors that the next graph reads."""
     if routing:
         vars(runner.lora_manager.lora_backend).update(routing)
 
 
 def keep_buffers(runner: ModelRunner) -> None:
-    """Prevent SGLang from replacing the buffers in which it sorts rows by expert and adapter.
+    """Prevent SGLang from replacing the buffers in which it sorts token rows by expert and adapter.
 
     SGLang would shrink the buffers to the size of each new graph runner. But graphs that were captured earlier read the
     existing buffers.
@@ -45,7 +45,7 @@ def keep_buffers(runner: ModelRunner) -> None:
 
 
 def without_adapters(runner: ModelRunner, batch: ForwardBatch) -> None:
-    """Route all rows of a forward to the base model, for a forward that SGLang did not build from a batch."""
+    """Route all token rows of a forward to the base model, for a forward that SGLang did not build from a batch."""
     if runner.lora_manager is not None:
         batch.lora_ids = [None] * batch.batch_size
         runner.lora_manager.prepare_lora_batch(batch)

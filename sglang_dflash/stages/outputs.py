@@ -48,7 +48,7 @@ def hidden_states(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.
 
 
 def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
-    """Return the hidden states of every prompt row, or of each prompt's last row, depending on the server's mode.
+    """Return the hidden states of every prompt token, or of each prompt's last token, depending on the server's mode.
 
     None if no request needs them.
     """

@@ -3,7 +3,8 @@
 SGLang's penalizers count one token per step, from the host. With speculation a step commits several tokens, and the
 last step's tokens are only on the device. Invariant after every step: counts_RV[row, v] is the number of occurrences of
 token v in the output of the row's request, next anchor included. A request with a penalty (here also min_new_tokens)
-gets a row in its prefill. Other requests cost nothing. No counts are allocated before the first request with a penalty.
+gets a row of counts in its prefill. Other requests cost nothing. No counts are allocated before the first request with
+a penalty.
 
 When a retracted request is prefilled again, its output so far is part of the prefill, and is counted anew.
 """
@@ -157,7 +158,7 @@ class Penalties:
     # -- the parameters -----------------------------------------------------------------------------------------------
 
     def _asking(self, reqs: list[Req]) -> Asking | None:
-        """Return the requests with a penalty among `reqs`; None if there are none.
+        """Return the parameters of the requests with a penalty among `reqs`; None if there are none.
 
         The result is cached, because most batches have the same requests as the previous one.
         """

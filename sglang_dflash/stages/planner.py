@@ -1,4 +1,4 @@
-"""Plan: compute tokens, positions and slots of every request's block, from the request table."""
+"""Plan: compute tokens, positions and KV slots of every request's block, from the request table."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sglang_dflash.step import Block, Plan
 
 
 class Planner:
-    """Placement of blocks in the request table and the KV pool."""
+    """Stage that plans the position and the KV slot of every block token."""
 
     def __init__(self, target_runner: ModelRunner, block_size: int, widest: int, mask_token_id: int) -> None:
         """Store the target's request table and the sizes of blocks.
 
         Args:
             block_size: number of tokens per drafted block, anchor included.
-            widest: largest number of tokens that a step writes for a request.
+            widest: largest number of tokens per request whose K/V a step writes.
         """
         self.req_to_token = target_runner.req_to_token_pool.req_to_token
         self.translator = target_runner.kv_index_translator
@@ -50,8 +50,9 @@ class Planner:
         """Return the plan for these anchors.
 
         Args:
-            anchor_B, prefix_len_B, rows_B, rows_B_cpu: int64 [B].
-            bound_B_cpu: upper bound of prefix_len + `n_bounded`, [B]; exact if `n_bounded` is 0.
+            anchor_B, prefix_len_B: int64.
+            rows_B, rows_B_cpu: int64, row of each request in the request table, on device and host.
+            bound_B_cpu: upper bound of prefix_len + `n_bounded`; exact if `n_bounded` is 0.
         """
 
         def block(n_tokens: int) -> Block:

@@ -1,7 +1,7 @@
 """Data-parallel attention (`--enable-dp-attention`): each group of ranks serves its own requests in attention layers.
 
-MLP and MoE layers process the rows of all groups together. So a forward of the target involves all ranks, and a rank
-without requests runs a forward without rows. SGLang computes the number of a rank's rows as the rank's number of
+MLP and MoE layers process the token rows of all groups together. So a forward of the target involves all ranks, and a
+rank without requests runs a forward without rows. SGLang computes the number of a rank's rows as the rank's number of
 requests times the width. So all ranks verify the same width, the whole block. The draft runs within each group.
 """
 
@@ -34,10 +34,10 @@ KeepUp = Callable[[ScheduleBatch], None]
 class OneGroup:
     """Arrangement in which all ranks serve the same requests."""
 
-    meet = False  # whether forwards of ranks with different requests exchange rows
+    meet = False  # whether ranks with different requests exchange token rows in a forward
 
     def draft_scope(self, target: ModelRunner) -> Scope:
-        """Return a function that returns the context in which the draft is built, planned, captured and run."""
+        """Return a function that makes the context manager under which the draft is built, captured and run."""
         return nullcontext
 
     @contextmanager
@@ -70,7 +70,7 @@ class Groups(OneGroup):
     meet = True
 
     def draft_scope(self, target: ModelRunner) -> Scope:
-        """Return a function that returns a context in which only the ranks of one group communicate."""
+        """Return a function that makes a context manager under which only the ranks of one group communicate."""
         spec = model_draft_parallel_spec(
             target.spec_aux_config.draft_model_config, spec_algorithm=target.spec_algorithm
         )
@@ -136,7 +136,7 @@ class Groups(OneGroup):
 def from_first_rank(group: GroupCoordinator) -> Agree:
     """Return a function that overwrites an array with the array of the group's first rank, over the host network.
 
-    All ranks of `group` must call it with arrays of equal shape and dtype.
+    All ranks of `group` must call the returned function with arrays of equal shape and dtype.
     """
 
     def agree(values: np.ndarray) -> None:

@@ -33,7 +33,7 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
         logit_bias=None,
         acc_additive_penalties=None,
         acc_scaling_penalties=None,
-        # SGLang has computed the two index fields below from these host lists, so the lists are not needed.
+        # The two `return_` lists are not needed, because SGLang has computed the two index fields from them.
         return_sampling_masks=None,
         return_sampling_support_logprobs=None,
         sampling_mask_batch_indices=slots_of(info.sampling_mask_batch_indices, width),
@@ -42,14 +42,14 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
 
 
 def slots_of(rows_R: torch.Tensor | None, width: int) -> torch.Tensor | None:
-    """Return the indices of all slots of the requests `rows_R` among B x `width` rows, int64 [R * width]."""
+    """Return the rows, among B x `width`, of all slots of the requests with indices `rows_R`: int64 [R * width]."""
     if rows_R is None:
         return None
     return (rows_R[:, None] * width + torch.arange(width, device=rows_R.device)).flatten()
 
 
 def entry_over_slots(entry: ProcessorEntry, width: int) -> ProcessorEntry:
-    """Repeat the requests of a custom logit processor for each of their `width` slots."""
+    """Return `entry` with each request of the processor replaced by the rows of the request's `width` slots."""
     return ProcessorEntry(
         processor=entry.processor,
         rows=[row * width + slot for row in entry.rows for slot in range(width)],

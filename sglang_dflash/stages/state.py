@@ -2,11 +2,11 @@
 
 Attention needs no commit, because K/V of rejected drafts are not read again. A recurrent state that has read a whole
 block cannot be changed back to an earlier token. So a verify leaves the persistent state unchanged, and stores data
-with which commit advances it. These data are the state after every token (snapshot), or each token's contribution
-(fold).
+with which commit advances this state. These data are the state after every token (snapshot), or each token's
+contribution (fold).
 
 Tracking: if the number of tokens that a state has read is a multiple of the track interval, the state is copied to the
-track slot. The prefix cache can resume from this copy.
+request's track slot, a second state slot. The prefix cache can resume from this copy.
 
 In a block of one token nothing can be rejected. So with fold, the target decodes this token as without speculation, and
 updates its state in place.
@@ -69,7 +69,7 @@ class NoState:
 
 
 class SnapshotState:
-    """State whose verify stores a copy after every token. Commit restores the copy after the last kept row."""
+    """`State` with snapshots: verify stores the state after every token, commit keeps that of the last kept row."""
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
         self.worker = worker
@@ -80,7 +80,7 @@ class SnapshotState:
         return
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Copy each request's state after its last kept row into the request's slot. Also copy tracked states."""
+        """Copy the states after the last kept rows into the requests' state slots, tracked states into track slots."""
         commit_mamba_states_after_verify(
             self.worker,
             batch,
@@ -92,14 +92,14 @@ class SnapshotState:
 
 
 class FoldState:
-    """State for which a verify records each token's contribution. Commit adds the records of kept rows.
+    """`State` with records: verify records each token's contribution, commit adds those of kept rows to the state.
 
     The records replace the per-token states in SGLang's pool (`memory/records.py`), and `RecordingVerify` replaces
     SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs. The
     windows of the causal convolution (its last inputs) are small, so SGLang's own code stores and copies them.
 
-    On a GPU a commit has three launches for any number of layers: SGLang's search for slots (`BlockSlots`), the fold
-    with the copies of tracked states, and SGLang's copy of the windows. If the windows are not bf16, this copy has
+    On a GPU a commit has three launches for any number of layers: SGLang's search for block slots (`BlockSlots`), the
+    fold with the copies to track slots, and SGLang's copy of the windows. If the windows are not bf16, this copy has
     several launches.
     """
 
@@ -124,7 +124,7 @@ class FoldState:
         gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Add the records of the kept rows to the states of all layers, and copy tracked states."""
+        """Add the records of the kept rows to the states of all layers, and copy tracked states into track slots."""
         backend = self.runner.attn_backend.linear_attn_backend
         slot_B = backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
         last_B, tracked_B = self.slots.last_and_tracked(batch, plan, n_committed_B)
@@ -137,7 +137,7 @@ class FoldState:
 
 
 class InPlaceState:
-    """State for blocks of one token. A verify decodes, which already advances the state. Commit copies tracked states.
+    """`State` for blocks of one token. Verify decodes, which advances the state. Commit only copies to track slots.
 
     `FoldState` would be slower, because it writes records, and reads all states a second time.
     """
@@ -207,7 +207,7 @@ class RecordingVerify:
         intermediate_states_buffer: torch.Tensor,
         **others: object,  # numbers that the shapes of the named arguments imply
     ) -> torch.Tensor:
-        """Verify a layer's blocks. Return the outputs, [1, T, H, V].
+        """Verify a layer's blocks. Return the outputs, [1, T, H, V]; letters as in `kernels/gdn_verify.py`.
 
         Args:
             q, k: [1, T, G, K].
@@ -234,14 +234,14 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
 
 
 class BlockSlots:
-    """Finder of two slots in each block: the last kept one, and the tracked one.
+    """Finder of two block slots of each request: the last kept slot, and the tracked slot.
 
     The last kept slot holds the last accepted draft, or the anchor if no draft was accepted. The state after this slot
     becomes the request's state. The state after the tracked slot is copied for the prefix cache.
 
-    The search is one launch of SGLang's kernel. The kernel also handles draft trees, so it takes a table of rows: for
-    every kept token, its row among the B x `width` verified rows. In a chain, slot i of request b is always row
-    b * `width` + i. So this table, `row_QN`, is computed once for Q requests.
+    The search is one launch of SGLang's kernel. The kernel also handles draft trees, so it takes a table of token rows:
+    for every kept token, its row among the B x `width` verified rows. In a chain, slot i of request b is always in
+    row b * `width` + i. So this table, `row_QN`, is computed once for Q requests.
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
@@ -252,10 +252,10 @@ class BlockSlots:
     def last_and_tracked(
         self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return each request's last kept slot, and the slot to track, int64 [B] each.
+        """Return each request's last kept block slot, and the block slot to track, int64 [B] each.
 
-        After the slot to track, the state has read a multiple of the track interval, in tokens. A request without such
-        a kept slot in this step has -1. If this server does not track, the second result is None.
+        After the slot to track, the state has read a multiple of the track interval, in tokens. If no kept slot of a
+        request is such a slot, the request has -1. If this server does not track, the second result is None.
         """
         tracks = batch.mamba_track_indices is not None
         return fused_commit_track_indices(

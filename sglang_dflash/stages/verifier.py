@@ -43,7 +43,7 @@ class Verifier:
             worker: the target's worker.
             engines: engine of each width.
             ranks: arrangement of the ranks.
-            on_host: the target runs on the CPU.
+            on_host: the target runs on the CPU, without GPU emulation.
         """
         self.worker = worker
         self.engines = engines

@@ -24,7 +24,7 @@ ABOUT = (
 HOPELESS = "random tokens, no chat template; answers of 48 tokens, past their end"
 HOPELESS_TOKENS = 32  # length of a prompt in tokens
 HOPELESS_ANSWER = 48  # length of an answer in tokens
-WORDS = range(300, 1000)  # token ids, without special tokens
+WORDS = range(300, 1000)  # token ids of hopeless prompts, without special tokens
 REPEATING = "conversations that ask a question of the tiny corpus four times over"
 N_TIMES = 4
 

@@ -16,7 +16,7 @@ from sglang_dflash.train.chat import require_line
 
 Messages = list[dict[str, Any]]
 Line = dict[str, Any]  # messages, and perhaps tools and chat_template_kwargs
-Write = Callable[[Line | None], None]  # called once per prompt, with None for an empty answer
+Write = Callable[[Line | None], None]  # called once per prompt, with the answered line; None: the answer is empty
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Source(Protocol):
     """The target as a writer of training text: a server, or a model in this process."""
 
     def answer(self, prompts: Sequence[tuple[int, Line]], sampling: Sampling, write: Write) -> None:
-        """Answer numbered prompts, in any order.
+        """Answer numbered prompts in any order, and pass each answered line to `write`.
 
         Raises:
             ValueError: a prompt cannot be answered. Lines that are already written remain.
         """
 
     def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]) -> None:
-        """Continue texts at temperature 0.9 until `stop`, and write those that reach it in 120 tokens, in any order.
+        """Continue user turns at temperature 0.9. Pass those that reach `stop` in 120 tokens to `write`, in any order.
 
         Args:
-            starts: pairs of texts. The target continues both. The second, the first words of a turn, is also written.
+            starts: pairs of a chat template's header and a turn's first words. `write` gets the turn without header.
         """
 
 
@@ -92,7 +92,7 @@ def answered(out: Path) -> Iterator[str]:
 
 
 def write_answers(source: Source, prompts: Sequence[Line], out: Path, sampling: Sampling) -> int:
-    """Append a line to `out` for each prompt that has none yet, and return the number of lines written.
+    """Append a line to `out` for each prompt that has no line yet, and return the number of lines written.
 
     Raises:
         ValueError: a prompt cannot be answered. Lines that are already written remain.

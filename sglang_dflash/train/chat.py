@@ -26,7 +26,7 @@ def require_keys(found: Iterable[str], allowed: Sequence[str], where: str) -> No
     """Check that all keys are known, because unknown keys would be ignored.
 
     Args:
-        where: the object's name in the message.
+        where: the object's name in the error message.
     Raises:
         ValueError: a key is not in `allowed`.
     """
@@ -60,7 +60,7 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
         ValueError: the target has no chat template or it rejects the line, the line is invalid, or the template
             renders earlier turns differently if later ones follow.
         TypeError, KeyError: the template fails on the line.
-        HostMismatch: the line has tools, and SGLang lacks a name, see `contract.check`.
+        HostMismatch: the line has tools, and the installed SGLang lacks a required name, see `contract.check`.
     """
     if tokenizer.chat_template is None:
         raise ValueError('this target has no chat template; give {"prompt", "response"} instead of {"messages"}')
@@ -88,7 +88,7 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
 
 
 def rendered_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a conversation without an answer as the target reads it, with the header of the answer."""
+    """Return the rendered text of a conversation without its answer, ending with the header of the answer."""
     variables = (row.get("chat_template_kwargs") or {}) | {"add_generation_prompt": True}
     return render(tokenizer, [served(message) for message in row["messages"]], [], variables)
 
@@ -96,7 +96,7 @@ def rendered_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]], variables: dict[str, Any]
 ) -> str:
-    """Return the rendered chat template. If it fails with `tools`, it is rendered with their `function` objects.
+    """Render the chat template. If the template fails with `tools`, render it with their `function` objects.
 
     Raises:
         ValueError: the template rejects the messages.

@@ -117,9 +117,9 @@ class DraftRun:
         return random_anchors(rows.is_response_RL, self.settings.n_anchors, generator)
 
     def scored(self, step: int) -> torch.Tensor | None:
-        """Return the tokens that a step scores besides the labels, int64: frequent and random tokens.
+        """Return the tokens, besides labels, whose logits a step computes, int64: frequent and random tokens.
 
-        None: the whole vocabulary is scored.
+        None: the step computes the logits of the whole vocabulary.
         """
         if self.frequent is None:
             return None
@@ -189,7 +189,7 @@ def draft_config_for(
     """
     text = target.config.get_text_config()
     fields = text.to_dict()
-    # Targets with several thetas have no `rope_theta` here, so the default applies.
+    # Targets with a RoPE base per layer type have no `rope_theta` here, so 10,000 applies.
     theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)
     n_target = text.num_hidden_layers
     last = n_target - 2
@@ -240,7 +240,7 @@ def train_draft(
     ranks: Ranks = ALONE,
     stop_after: int | None = None,
 ) -> DraftModel:
-    """Train a draft, resuming from `out`, and return it in fp32. Each checkpoint also saves it.
+    """Train a draft, resuming from `out`, and return it in fp32. With each checkpoint the draft is also saved in `out`.
 
     Args:
         dtype: dtype of the saved draft.

@@ -29,7 +29,8 @@ def n_surviving(
     """Return the number of steps that accepted at least n drafts, for n = 0..N-1: int64 [N], on the target's device.
 
     Args:
-        prompts: int64 [1, tokens] each. The step that reads the prompt has no drafts and is not counted.
+        prompts: int64 [1, tokens] each. The step that reads the prompt has no drafts and is not counted. Drafts
+            accepted after a stop token are counted.
     """
     N = options.block_size or draft.config.block_size
     count_N = torch.zeros(N, dtype=torch.int64, device=target.device)

@@ -36,7 +36,7 @@ FACTS, FEATURES, CHOICES, DONE = "cache.json", "features.bin", "choices.bin", "d
 
 @torch.no_grad()
 def read_rows(target: PreTrainedModel, rows: Rows, layer_ids: Sequence[int]) -> Reading:
-    """Return the target's choices and features for rows, which must be on the target's device."""
+    """Return the target's choices and features for `rows`, which must be on the target's device."""
     out = target(input_ids=rows.ids_RL, use_cache=False, output_hidden_states=True)
     return out.logits.argmax(-1), target_features(out.hidden_states, layer_ids)
 
@@ -93,13 +93,13 @@ class FeatureCache:
         }
 
     def prepare(self, say: Callable[[str], None]) -> None:
-        """Create the files, or check that existing files belong to this target, text and layers.
+        """Create the files, or check that existing files were made with the same settings (`facts`).
 
         Args:
             say: prints a line for the user.
 
         Raises:
-            ValueError: existing files belong to another target, text or layers, or the disk has no room.
+            ValueError: existing files were made with other settings, or the disk has no room.
         """
         n_bytes, facts = sum(self.sizes.values()), self.facts
         if (self.folder / FACTS).exists():
@@ -127,7 +127,7 @@ class FeatureCache:
         (self.folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
 
     def fill(self, ranks: Ranks) -> None:
-        """Run the target over the missing documents. Each process reads its share of them."""
+        """Run the target over the missing documents. Each process takes its share of all documents."""
         features_TC, choices_T, done = self._mapped
         missing = [i for i in range(ranks.rank, len(self.documents), ranks.n) if not done[i]]
         batches = list(self._batches(missing))
@@ -153,7 +153,7 @@ class FeatureCache:
             yield batch
 
     def read(self, rows: Rows) -> Reading:
-        """Return the same as `read_rows`, but zeros for padding. Each row must be a whole document."""
+        """Return the cached result of `read_rows`, with zeros at padding. Each row must be a whole document."""
         features_TC, choices_T, _ = self._mapped
         features_RLC = torch.zeros(*rows.ids_RL.shape, self.feature_size, dtype=self.dtype)
         choices_RL = torch.zeros(rows.ids_RL.shape, dtype=torch.int64)

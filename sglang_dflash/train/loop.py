@@ -1,10 +1,10 @@
 """Training loop for targets and drafts: AdamW, warm-up and cosine, checkpoints that resume exactly, a progress bar.
 
-All random numbers of step s must come from a generator seeded with (seed, s). The loop therefore stores no generator
-state, and a resumed run equals an uninterrupted one in weights and log.
+The caller must draw all random numbers of step s from a generator seeded with (seed, s). The loop therefore stores no
+generator state, and a resumed run equals an uninterrupted one in weights and log.
 
-Weights and moments are fp32, even if the forward runs in bf16. If there are several processes, the module in the
-caller's loss averages the gradients (DistributedDataParallel). Only the first process writes and prints.
+Weights and AdamW's moments are fp32, even if the forward runs in bf16. With several processes, the caller's loss must
+average the gradients over the processes (DistributedDataParallel). Only the first process writes and prints.
 
 The loop is independent of the model: it takes a module, and a function that returns a step's loss.
 """
@@ -60,7 +60,7 @@ class TrainRecipe:
 def learning_rate(recipe: TrainRecipe, step: int) -> float:
     """Return the learning rate at `step`, counted from 0.
 
-    In each cycle it is the peak, times a linear warm-up, times a cosine from 1 to `final_rate`.
+    In each cycle the rate is the peak, times a linear warm-up, times a cosine from 1 to `final_rate`.
     """
     for n_steps, peak in recipe.cycles:
         if step < n_steps:
@@ -84,7 +84,7 @@ def adamw(module: nn.Module, recipe: TrainRecipe) -> torch.optim.AdamW:
 
 
 def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return the facts that differ, by name: `steps 6, now 7; draft.block_size 8, now 16`; empty if all agree."""
+    """Return the settings that differ, as text: `steps 6, now 7; draft.block_size 8, now 16`; empty if all agree."""
     pairs = {name: (found.get(name, "unset"), wanted.get(name, "unset")) for name in found.keys() | wanted.keys()}
     return "; ".join(_difference(name, was, now) for name, (was, now) in sorted(pairs.items()) if was != now)
 
@@ -171,10 +171,10 @@ def train(
     Args:
         loss_at: returns a step's scalar loss, with gradients. It must depend only on the step and the weights.
         name: text shown in the progress bar and in reports.
-        report: called every `recipe.report_every` steps and at the end; its numbers are printed and logged.
+        report: called every `recipe.report_every` steps and after the recipe's last step, to print and log its numbers.
         save: called by the first process before each checkpoint.
         facts: further settings on which the run depends, of plain types. A checkpoint with other settings is rejected.
-        ranks: processes of the run. The batch's loss is the mean of their losses.
+        ranks: processes of the run. The batch's loss is the mean of the processes' losses.
         stop_after: step after which a checkpoint is written and the run stops early; the schedule is unchanged.
 
     Raises:

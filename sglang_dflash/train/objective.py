@@ -1,12 +1,12 @@
 """Training objective of DFlash (arXiv 2602.06036): predict the tokens after random anchors, a block at a time.
 
-A block is the anchor and mask tokens. Its labels are the target's argmax after each token of the text, from one forward
-pass over the text. Labels are valid up to and including the first label that differs from the text: later labels depend
-on the text's token, which the target would not have chosen. Slots are weighted by exp(-(slot - 1) / gamma), because a
-wrong slot also rejects all later slots.
+A block is the anchor and mask tokens. A slot's label is the target's argmax after the text before this slot. One
+forward pass over the text gives all labels. Labels are valid up to and including the first label that differs from the
+text: later labels depend on the text's token, which the target would not have chosen. Slots are weighted by
+exp(-(slot - 1) / gamma), because a wrong draft also rejects all later drafts.
 
-A DFlash 2 draft has a second loss: the selector's choice among a slot's candidates, given the previous slot's label.
-A label that is not a candidate replaces the worst candidate, so that every slot contributes.
+A DFlash 2 draft has a second loss: the cross entropy of the selector's choice among a slot's candidates, given the
+previous slot's label. A label that is not a candidate replaces the worst candidate, so that every slot contributes.
 
 Shapes: R rows of L tokens, A anchors per row, N slots per block, D = N - 1 drafts, K candidates.
 """
@@ -41,9 +41,9 @@ def default_gamma(block_size: int) -> float:
 
 
 def random_anchors(is_response_RL: torch.Tensor, n_anchors: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw up to `n_anchors` different positions per row, int64 [R, A]: response tokens before a response token.
+    """Draw up to `n_anchors` different positions per row, int64 [R, A]: response tokens that a response token follows.
 
-    If a row has fewer such tokens, other positions are added. `make_blocks` marks their labels as invalid.
+    If a row has fewer such positions, others are added. `make_blocks` marks their labels as invalid.
     """
     follows_RL = is_response_RL & torch.cat([is_response_RL[:, 1:], torch.zeros_like(is_response_RL[:, :1])], dim=1)
     score_RL = torch.rand(is_response_RL.shape, generator=generator).to(is_response_RL.device)
@@ -73,7 +73,7 @@ def make_blocks(
 
 
 class Slots(NamedTuple):
-    """Slots with a valid label, one row per slot."""
+    """Slots with a valid label, from all blocks: one tensor row per slot."""
 
     hidden: torch.Tensor  # [valid, H], the draft's hidden states
     before: torch.Tensor  # int64 [valid], label of the previous slot; for slot 1 the anchor
@@ -103,11 +103,11 @@ def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slot
 
 
 class Head(NamedTuple):
-    """The target's frozen head, or some of its rows."""
+    """Frozen output head of the target, or only its rows for some tokens."""
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
-    tokens_V: torch.Tensor | None  # int64, sorted, token ids of the rows; None: the whole vocabulary
+    tokens_V: torch.Tensor | None  # int64, sorted, token ids of the head's rows; None: the whole vocabulary
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., V] for `hidden` [..., H]; for a whole head as `model.generate.draft_logits` does."""
@@ -134,7 +134,7 @@ def head_of(target: PreTrainedModel, tokens: torch.Tensor | None = None) -> Head
 def candidate_scores(
     selector: CandidateSelector, head: Head, logits: torch.Tensor, slots: Slots
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores of each slot's candidates, fp32 [valid, K], and the label's index among them, int64 [valid]."""
+    """Return each slot's candidate scores, fp32 [valid, K], and the label's index among the K, int64 [valid]."""
     labels = head.rows(slots.labels)
     candidates, _ = selector.candidates(logits.detach())
     is_label = candidates == labels[:, None]
@@ -145,7 +145,7 @@ def candidate_scores(
 
 
 def slots_loss(selector: CandidateSelector | None, head: Head, slots: Slots) -> torch.Tensor:
-    """Return the weighted sum of the head's cross entropy, plus the selector's if there is one: an fp32 scalar."""
+    """Return the weighted sum of cross entropies, the head's plus the selector's if there is one: an fp32 scalar."""
     logits = head.logits(slots.hidden)
     loss = F.cross_entropy(logits.float(), head.rows(slots.labels), reduction="none")
     if selector is not None:
@@ -177,8 +177,8 @@ def block_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weighted sum of the valid slots' losses, and the sum of the weights: fp32 scalars.
 
-    Their quotient, after adding each over all processes, is the loss. Logits exist for `ROWS_AT_ONCE` slots at a time.
-    Gradients are computed in the forward pass, so the backward pass needs no logits.
+    The loss is their quotient, after each sum is added over all processes. Logits exist for `ROWS_AT_ONCE` slots at a
+    time. Gradients are computed in the forward pass, so the backward pass needs no logits.
 
     Args:
         tokens: int64, tokens to score besides the labels; None: the whole vocabulary.

@@ -31,7 +31,7 @@ def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 def user_turns(
     source: Source, tokenizer: PreTrainedTokenizerBase, n: int, seed: int, write: Callable[[Messages], None]
 ) -> None:
-    """Ask the target for `n` user turns, and write those of 8 to 400 characters when they arrive."""
+    """Let the target write `n` user turns, and pass each of 8 to 400 characters to `write` on arrival."""
     before, after = user_header(tokenizer)
     starts = [(before, OPENINGS[i % len(OPENINGS)]) for i in range(n)]
 
@@ -54,7 +54,7 @@ def write_prompts(
 ) -> int:
     """Append prompts that `out` lacks, one conversation per line, and return the number of prompts in the file.
 
-    Tasks come first. A run repeated with the same options resumes: it asks for as many user turns as the file lacks.
+    Tasks come first. A repeated run with the same options resumes: it requests as many user turns as the file lacks.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     found = set(whole_lines(out))
@@ -71,7 +71,7 @@ def write_prompts(
         for line in asked_for:
             add(line)
         if turns > n_turns:
-            # Another seed than that of the turns in the file, which would be repeated.
+            # A new seed: the old one would repeat the turns in the file.
             options = (turns - n_turns, seed + n_turns)
             user_turns(source, tokenizer, *options, lambda messages: add(json.dumps({"messages": messages})))
     return len(found)

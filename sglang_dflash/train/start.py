@@ -10,11 +10,13 @@ from sglang_dflash.train.features import weights_digest
 from sglang_dflash.train.loop import differing
 
 RANDOM, TARGET = "random", "target"
-FREE = ("block_size", "dtype", "max_position_embeddings")  # fields in which the other draft may differ
+FREE = ("block_size", "dtype", "max_position_embeddings")  # config.json fields in which `source` may differ
 
 
 def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
-    """Initialise a draft, and return a name of its weights: `random`, `target`, or a digest of the other draft's.
+    """Initialise a draft in place, and return a name of the initial weights for the run's settings.
+
+    The name is `random`, `target`, or a digest of another draft's weights.
 
     Args:
         source: `random`, `target`, or the folder or hub name of another draft. A DFlash 2 draft may start from a DFlash
@@ -68,8 +70,8 @@ def start_from(draft: DraftModel, target: PreTrainedModel) -> None:
     """Copy the target's last layers into a draft: each norm and matrix of equal name and shape.
 
     The final norm is also copied. `hidden_norm` gets the input norm of the first copied layer. `fc` selects the last
-    feature layer, which is nearest to the input of the copied layers. A norm's weight is computed as its output for an
-    input of ones, because some models add 1 to the stored weight.
+    feature layer: by default its output is the input of the target's last layer. A norm's weight is computed as its
+    output for an input of ones, because some models add 1 to the stored weight.
     """
     decoder = target.get_decoder()
     layers = decoder.layers[-len(draft.layers) :]

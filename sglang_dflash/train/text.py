@@ -1,6 +1,6 @@
 """Training text from files: formats, response parts, and batches.
 
-A `.txt` file is one long text. Every line of a `.jsonl` file is one of
+A `.txt` file is one long text, all of it a response. Every line of a `.jsonl` file is one of
     {"text": "..."}                           the whole text is a response
     {"prompt": "...", "response": "..."}      used verbatim
     {"messages": [{"role", "content"}, ...]}  rendered with the tokenizer's chat template; assistant turns are responses

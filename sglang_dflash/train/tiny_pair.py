@@ -120,7 +120,10 @@ def make_target(kind: Kind) -> PreTrainedModel:
 
 
 def give_memory(gated_delta_net: nn.Module) -> None:
-    """Initialise the gates so that states decay over 10 to 1,000 tokens. In Transformers they decay within a token."""
+    """Initialise the gates so that recurrent states decay over 10 to 1,000 tokens.
+
+    With Transformers' initial values the states decay within a token.
+    """
     parameters = dict(gated_delta_net.named_parameters())
     time_step = torch.exp(torch.empty_like(parameters["dt_bias"]).uniform_(math.log(1e-3), math.log(1e-1)))
     inverse_softplus = time_step + torch.log(-torch.expm1(-time_step))
@@ -243,7 +246,7 @@ def make_draft(
 
 
 def draft_folder(*, second: bool) -> str:
-    """Return the name of the draft's folder; `second`: of the DFlash 2 draft, which has the same target."""
+    """Return the folder name of the target's DFlash draft; `second`: that of its DFlash 2 draft."""
     return "draft2" if second else "draft"
 
 

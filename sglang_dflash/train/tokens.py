@@ -1,4 +1,4 @@
-"""Rows of tokens for training, with a flag for each token of a response."""
+"""Rows of tokens for training, with a flag per token: whether it is part of a response."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -15,12 +15,12 @@ class Tokens(NamedTuple):
 
     @property
     def prompt(self) -> list[int]:
-        """Return the tokens before the first response. If there are none, return the first half of the document."""
+        """Return the tokens before the first response, or the first half of a document that begins with a response."""
         return self.ids[: self.is_response.index(True) or (len(self.ids) + 1) // 2]
 
 
 class Rows(NamedTuple):
-    """R rows of L tokens, the shape of a training batch."""
+    """Batch of R rows with L tokens each."""
 
     ids_RL: torch.Tensor  # int64
     is_response_RL: torch.Tensor  # bool
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 def packed(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
-    """Yield rows of `length` tokens, each of concatenated documents; the last document is cut to fit.
+    """Yield rows of `length` tokens, each of concatenated documents; a row's last document is cut to fit.
 
     No row starts inside a document, because an answer without its question is useless for training.
     """

@@ -9,7 +9,7 @@ HEAVY = 1e100  # weight of a new observation above which all weights are scaled 
 ALL_DECAY = math.exp(-1 / 512)  # decay per step of an old observation's weight, in the counts of all requests
 PRIOR = 4.0  # weight of the prior, in observations
 LEVEL_DECAY = math.exp(-1 / 8)  # decay per block of the weight of old evidence about a request's level
-# Weight of the prior, level 1, in drafts: in the level of a block's first draft, and in that of its further drafts.
+# Weight of the prior, level 1, in drafts: in the level of first drafts of blocks, and in the level of further drafts.
 FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0
 CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
 WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) stay out of the counts of all requests
@@ -115,8 +115,8 @@ class Acceptance:
             if width == 1:
                 continue
             count(self.batch, width, n_accepted, self.all_weight)
-            # Scale the counts down to the largest total that batches of this size can reach, so that counts of earlier,
-            # larger batches do not outweigh new steps.
+            # Scale the counts down to the largest total that batches of this size can reach. Otherwise counts of
+            # earlier, larger batches would outweigh new steps.
             most = n_requests * self.all_weight / (1 - ALL_DECAY)
             if self.batch[0][0] > most:
                 self.batch = scaled(self.batch, most / self.batch[0][0])

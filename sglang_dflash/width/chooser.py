@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 REPORT = 1000  # number of steps between two log lines
 # A warning is logged after at least this many drafted blocks, if less than this share of them has an accepted draft.
 SUSPECT_BLOCKS, SUSPECT_SHARE = 500, 0.02
-DEFAULT = (1, 4, 8, 12)  # default verify widths, in addition to the whole block
+DEFAULT = (1, 4, 8, 12)  # default verify widths: those below the block size, and the whole block
 WIDEST = 32  # largest width in SGLANG_DFLASH_WIDTHS if the block is smaller; n-gram copies fill the rest
 
 Measure = Callable[[int, Sequence[int]], Sequence[float]]  # (number of requests, widths) -> seconds of a step at each
@@ -29,9 +29,9 @@ class Chooser:
 
     The time of a step is measured as the interval between two consecutive outcomes. On a GPU this interval is the time
     of the step that just finished, on a CPU that of a step launched later. So an interval is used only if all steps
-    involved are equal: the finished step, the one before it, and all steps in flight. They must have equal numbers of
-    requests and equal widths, without a prefill in between. The number of steps in flight must also be equal at both
-    outcomes.
+    involved are equal: the finished step, the one before it, and all steps in flight. These steps must have equal
+    numbers of requests and equal widths, without a prefill in between. The number of steps in flight must also be equal
+    at both outcomes.
     """
 
     def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
@@ -129,7 +129,7 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
 
 
 def widest(block_size: int, widths: Sequence[int]) -> int:
-    """Return the largest number of tokens that a step writes for a request. Memory sizes depend on it."""
+    """Return the largest number of tokens per request whose K/V a step writes. Memory sizes depend on it."""
     return max((block_size, *widths))
 
 

@@ -37,7 +37,7 @@ class StepCost:
         self.settle()
 
     def settle(self) -> None:
-        """Make `of` return the times as corrected so far. All ranks must call this after the same step."""
+        """Make `of` return the corrected times, equal on all ranks. All ranks must call this after the same step."""
         agreed_SW = np.array(self.measured_SW, dtype=float)
         self.agree(agreed_SW)
         self.measured_SW, self.agreed_SW = agreed_SW.tolist(), agreed_SW.tolist()

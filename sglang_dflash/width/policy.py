@@ -12,7 +12,7 @@ over r = 0 and r = REST and all widths. On a GPU T grows in jumps, so the optimu
 
 A step at width w shows which drafts at narrower widths would be accepted, but nothing about further drafts. So some
 steps, called looks, verify at the largest width. A request that runs alone and has had no drafts gets a look. A batch
-of several requests, none of which has had drafts, gets a look if the budget for looks is not negative. Further looks
+of several requests that have all had no drafts gets a look if the budget for looks is not negative. Further looks
 follow when this budget, in seconds, covers the expected loss of a look. Each step adds `EXPLORE` times the largest
 possible gain of a larger width to the budget. This gain assumes that a draft beyond the present width is accepted
 whenever all drafts before it are. A change of width costs nothing, so there is no threshold for it.
@@ -56,7 +56,7 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Decide the next step of these requests."""
+        """Return the decision for the next step of these requests."""
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         """Record the outcome of a decided step."""
@@ -108,7 +108,7 @@ class Rhythm:
         Args:
             rested: whether a rest preceded the step.
             accepted: number of accepted drafts, mean over the requests.
-            expected: expected number of accepted drafts, mean over the requests, multiplied by the factor.
+            expected: expected number of accepted drafts, mean over the requests, already multiplied by the factor.
         """
         expected /= self.factors()[rested]
         self.accepted_2 = [REST_DECAY * before + accepted * (i == rested) for i, before in enumerate(self.accepted_2)]
@@ -132,7 +132,7 @@ class Adaptive(Policy):
     cost: StepCost
 
     def __init__(self, widths: Sequence[int], cost: StepCost) -> None:
-        """`widths`: ascending; looks have the last one."""
+        """`widths`: ascending; a look verifies at the last width."""
         self.name, self.widths, self.cost = "auto", tuple(widths), cost
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
@@ -143,7 +143,7 @@ class Adaptive(Policy):
         self.drafted = set[str]()  # requests that have had a step with drafts
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Choose the best width, one token during a rest, or a look. The head of this module says when to look."""
+        """Choose the best width, one token during a rest, or a look. The module docstring defines rests and looks."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY:
             self.cost.settle()
@@ -158,7 +158,7 @@ class Adaptive(Policy):
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
             self.saved_s -= review.price_s
-            # In a batch the budget may become negative. Then new requests cause no look until it is 0 again.
+            # In a batch the budget may become negative. Then new requests cause no look until the budget is 0 again.
             if len(rids) == 1:
                 self.saved_s = max(self.saved_s, 0.0)
             decision = review.look

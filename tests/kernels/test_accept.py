@@ -49,7 +49,7 @@ def test_both_forms_are_the_definition(B, N, device):
     torch.manual_seed(B * 100 + N)
     tokens_BN = torch.randint(0, 3, (B, N), device=device)
     target_BN = torch.randint(0, 3, (B, N), device=device)
-    target_BN[: B // 2, :-1] = tokens_BN[: B // 2, 1:]  # half the rows accept everything
+    target_BN[: B // 2, :-1] = tokens_BN[: B // 2, 1:]  # half of the requests accept every draft
     prefix_len_B = torch.randint(0, 1 << 40, (B,), device=device)
     args = tokens_BN, target_BN, prefix_len_B
     assert_same(accept_torch(*args), accept_ref(*args))
@@ -57,7 +57,7 @@ def test_both_forms_are_the_definition(B, N, device):
 
 
 def test_last_slot_is_not_compared_with_the_next_row(device):
-    """Rows are contiguous: the next request's anchor follows the last slot and is not a draft."""
+    """Blocks are contiguous in memory: the next request's anchor follows a block's last slot, and is not a draft."""
     tokens_BN = torch.tensor([[9, 1], [2, 5]], device=device)
     target_BN = torch.tensor([[1, 2], [5, 7]], device=device)
     got = accept_triton(tokens_BN, target_BN, torch.tensor([0, 0], device=device))

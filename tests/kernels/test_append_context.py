@@ -78,7 +78,7 @@ def exact_key(k_GE: torch.Tensor, layer: int, position: torch.Tensor, key: KeyTr
 
 
 def test_hand_worked_rows():
-    """Two requests of two rows: both rows of the first are kept, one of the second."""
+    """Two requests of two token rows. Both rows of the first request are kept, and one row of the second."""
     k_TLGE = torch.tensor([[3.0, 4.0]]).repeat(4, 1).view(4, 1, 1, 2)
     v_TLGE = torch.arange(8.0).view(4, 1, 1, 2)
     quarter_turn_at_1 = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # columns: cosine, sine of the one plane
@@ -167,7 +167,7 @@ def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
 
 @FORMS
 def test_slots_may_be_strided(op, device):
-    """Slots are strided if a pool stores K and V of a slot side by side. Here two other rows follow K and V."""
+    """KV slots are strided if K and V of a slot are adjacent. Here two other tensors follow K and V in each slot."""
     pool_S4GE = torch.full((3, 4, 2, 2), -1.0, device=device)
     caches = ContextCaches.build([pool_S4GE[:, 0]], [pool_S4GE[:, 1]])
     k_TLGE = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device).view(1, 1, 2, 2)

@@ -11,9 +11,9 @@ ALL_FORMS = pytest.mark.parametrize(
 
 
 def inputs(B, N, S, J, G, *, dtype=FP32, side=0, device="cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `x_TH`, `change_TSJ` and `base_SH` for J groups of G channels, so H = J * G.
+    """Return `x_TH`, `change_TSJ` and `base_SH` for S taps and J groups of G channels, so H = J * G.
 
-    The projection has a change for the convolution before a sublayer (`side` 0) and for the one after it (1).
+    `change_TSJ` and `base_SH` belong to the convolution before a sublayer (`side` 0) or to the one after it (1).
     """
     change_T2SJ = torch.randn(B * N, 2, S, J, device=device).to(dtype)
     base_2SH = torch.randn(2, S, J * G, device=device).to(dtype)

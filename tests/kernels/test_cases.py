@@ -32,7 +32,7 @@ def test_kernel_agrees_with_its_definition(op: str, cases: list[Case], kernels: 
 
 
 def each_in_and_out(sizes: Sizes) -> Iterator[tuple[str, int]]:
-    """Yield the least number of bytes of case B=3 N=16, for ops that read each input and write each output once."""
+    """Yield (op, least bytes for B=3 and N=16) for ops that read each input once and write each output once."""
     B, N, V = 3, 16, sizes.n_vocab
     yield "penalise", B * N * V * 8 + B * V * 4  # logits read and written, counts read
     yield "plan_block", B * (8 + 8 + 8) + B * N * (4 + 8 + 8 + 8)

@@ -54,7 +54,7 @@ def test_kernels_spill_nothing_and_a_server_compiles_what_is_listed() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
 def test_published_models_on_every_architecture(arch: str) -> None:
-    """Kernels with fp8 caches compile on sm_90 and sm_100 but not on sm_80, as `compile_kernels` requires too."""
+    """Kernels with fp8 caches compile on sm_90 and sm_100, but not on sm_80. `compile_kernels` fails otherwise."""
     compiled = compile_kernels("--archs", arch)
     fp8 = [row for row in compiled if "float8" in row["launch"]]
     assert bool(fp8) == (arch != "80")
@@ -84,7 +84,7 @@ print(json.dumps(rows))
 
 
 def test_searches_of_long_histories_are_short() -> None:
-    """Limit the predicted latency on an H200 in microseconds. The search loop must have no branch but its own."""
+    """Limit the predicted latency on an H200 in microseconds. The search loop must have one branch, its own."""
     run = python("-c", COPIES)
     assert run.returncode == 0, run.stderr
     rows = json.loads(run.stdout)

@@ -33,7 +33,7 @@ def counts(n_rows: int, gain: int = 0) -> torch.Tensor:
 
 
 def run_one(form, text: list[int], block: list[int], gain: int = 0, room: int = 64) -> tuple[Copied, list[int]]:
-    """Run `form` for one request in row 1 of a table; return its result and the row afterwards."""
+    """Run `form` for one request in row 1 of the history table; return the result and the row afterwards."""
     text_QM = torch.full((3, room), 77, dtype=torch.int32)
     text_QM[1, : len(text)] = torch.tensor(text, dtype=torch.int32)
     got = form(torch.tensor([block]), Texts(torch.tensor([len(text)]), torch.tensor([1]), text_QM, counts(3, gain)))
@@ -75,7 +75,7 @@ HAND_WORKED = {  # text, block, gain, expected fields
 @FORMS
 @pytest.mark.parametrize(("text", "block", "gain", "want"), HAND_WORKED.values(), ids=HAND_WORKED)
 def test_hand_worked_copies(form, text, block, gain, want) -> None:
-    """The row must hold the text, then the tokens to verify, then its old content."""
+    """Afterwards the request's row must hold its history, then the tokens to verify, then the row's old content."""
     got, row = run_one(form, text, block, gain, room=70)
     tokens, place, source, length = (field[0].tolist() for field in got)
     found = {"tokens": tokens, "place": place, "source": source, "length": length}
@@ -86,7 +86,7 @@ def test_hand_worked_copies(form, text, block, gain, want) -> None:
 @FORMS
 @pytest.mark.parametrize("n", [4 * TILE, 4 * TILE + 1])
 def test_a_text_is_searched_to_its_last_token(form, n) -> None:
-    """The match, a run of 7s, ends the text. Its last token is the last of a tile, or the first of the next tile."""
+    """The text ends with the match, a run of 7s. The last 7 is the last token of a tile, or the first of the next."""
     got, _ = run_one(form, [*range(100, 97 + n), 7, 7, 7], [7, 0, 0], ALWAYS, room=n + 7)
     assert got.tokens_BN.tolist() == [[7, 7, 7]]
     assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (n, 3)
@@ -95,7 +95,7 @@ def test_a_text_is_searched_to_its_last_token(form, n) -> None:
 @FORMS
 @pytest.mark.parametrize("length", [3, 4, 7, 8, 15, 16])
 def test_each_length_is_trusted_by_its_own_class(form, length) -> None:
-    """A request trusts matches of a class if copies gain more than half a token per place, on average.
+    """A request trusts matches of a length class if copies gain more than half a token per place, on average.
 
     The mean includes one more place, with gain `prior`. `kernels/copy_draft.py` defines the terms.
     """
@@ -127,7 +127,7 @@ def test_nothing_is_written_past_a_row(form) -> None:
 def drawn(B: int, N: int, n_text: int, n_words: int, device: str = "cpu") -> tuple[torch.Tensor, Texts]:
     """Draw random blocks, and token histories that also have placeholders (-1), from `n_words` token ids.
 
-    Rows are in random order and longer than their history.
+    Rows of the history table are in random order, and longer than their history.
     """
     Q = 2 * B + 1
     text_QM = torch.randint(-1, n_words, (Q, n_text + N // 2 + 1), device=device, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet verify and fold: definitions must equal a recurrence written by hand, and forms their definitions."""
+"""Gated DeltaNet verify and fold: definitions must equal a recurrence written by hand; other forms must equal them."""
 
 import math
 from typing import NamedTuple

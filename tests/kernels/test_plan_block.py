@@ -21,7 +21,7 @@ def test_hand_worked_block():
     want = PlannedBlock(
         tokens_BN=torch.tensor([[7, MASK, MASK], [8, MASK, MASK]]),
         positions_BN=torch.tensor([[2, 3, 4], [4, 5, 6]]),
-        slots_BN=torch.tensor([[22, 23, 24], [14, 15, 0]]),  # row 0 ends at position 5; then padding slot 0
+        slots_BN=torch.tensor([[22, 23, 24], [14, 15, 0]]),  # row 0 has 6 positions; then KV slot 0 (padding)
     )
     assert_same(got, want)
 

@@ -157,7 +157,7 @@ def test_path_follows_the_chosen_tokens(form, device):
     ids=["torch", "kernel"],
 )
 def test_nan_scores_choose_a_token_of_the_table(form, device):
-    """Padding rows may hold NaN. The chosen token must still be an index of the tables, which the next slot reads."""
+    """Padding requests may hold NaN. A chosen token must still be an index of the tables, which the next slot reads."""
     x = inputs(3, 5, 5, 6, 8, device=device)
     x["unary_BDK"][1] = torch.nan
     x["query_BDR"][2] = torch.nan

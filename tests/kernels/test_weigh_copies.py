@@ -17,7 +17,7 @@ FORMS = pytest.mark.parametrize(
 
 
 def weighed(form, text: list[int], block: list[int], committed: list[int], before=(0, 0)) -> dict[int, list[int]]:
-    """Run one step for a request in row 1; return the counts of the classes that changed."""
+    """Run one step for a request in row 1; return the counts of the length classes that changed."""
     text_QM = torch.full((3, 64), 77, dtype=torch.int32)
     text_QM[1, : len(text)] = torch.tensor(text, dtype=torch.int32)
     counts_QK2 = torch.zeros(3, N_CLASSES, 2, dtype=torch.int32)

@@ -112,7 +112,7 @@ FOR_SERVERS = "--model-path"
 
 
 class Parsed(Exception):
-    """Raised when a program has parsed its command line, to stop it there."""
+    """Exception that stops a program when it has parsed its command line."""
 
 
 def for_sglang(words: tuple[str, ...]) -> bool:
@@ -232,7 +232,7 @@ def test_fields_of_server_info_exist(page: Path) -> None:
 
 
 def test_every_result_can_be_reproduced() -> None:
-    """A line of reproducing.md must link each file of launch/results and have its command.
+    """For each file of launch/results, reproducing.md must have a line with a link to the file and its command.
 
     `git checkout COMMIT` may precede the command.
     """
@@ -263,7 +263,7 @@ def test_the_table_of_memory() -> None:
 
 
 def test_the_floors_of_the_kernels() -> None:
-    """Compute each kernel's least time at B = 8 and N = 16: its bytes over an H200's 4.8 TB/s."""
+    """Compute each kernel's least time at B = 8 and N = 16: its bytes divided by an H200's 4.8 TB/s."""
     B, N = 8, 16
     (L, H, G, V, K), (taps, hidden, groups, candidates, rank) = QWEN_27B.recurrent, QWEN_27B.second
     row = QWEN_27B.n_layers * 2 * QWEN_27B.n_heads * QWEN_27B.head_dim * (2 + 2) + 4 * 128 + 16

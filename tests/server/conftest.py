@@ -35,7 +35,8 @@ from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
 
 FIRST_PORT = 31300
-# Servers kept per test process: at most 4, and 3 even if memory is short, because a test may use three arms.
+# Servers kept per test process: at most 4, and 3 even if memory is short, because a test may use three arms
+# ("off", "stock", "plugin").
 MAX_LIVE, MIN_LIVE = 4, 3
 # Bytes that must be available to start a fourth server: 3 GiB for one with two ranks, in each of two test processes.
 ROOM = 6 * 2**30
@@ -197,20 +198,20 @@ def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def server(pool: ServerPool) -> GetServer:
-    """`server(arm="plugin", target="hybrid", flags=[...], env={...})`: see `ServerPool.get`."""
+    """Return `ServerPool.get`, as in `server(arm="plugin", target="hybrid", flags=[...], env={...})`."""
     return pool.get
 
 
 # Function scope, not module scope: the pool may stop a server between two tests, and then starts it again.
 @pytest.fixture
 def ours(server: Callable) -> Server:
-    """Server with the defaults of users: it chooses widths, and whether to use n-gram copies."""
+    """Return a server with the defaults of users: it chooses widths, and whether to use n-gram copies."""
     return server(flags=VARIANTS["hybrid"].flags, env=AS_USERS)
 
 
 @pytest.fixture
 def whole(server: Callable) -> Server:
-    """Server that verifies whole blocks without copies, so that its steps equal those of plain torch."""
+    """Return a server that verifies whole blocks without copies, so that its steps equal those of plain torch."""
     return server(flags=VARIANTS["hybrid"].flags)
 
 
@@ -221,14 +222,14 @@ def off(server: Callable) -> Server:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_lost(pool: ServerPool) -> Iterator[None]:
-    """After each module, require that no running server has lost or still holds a slot."""
+    """Require after each module that no running server has lost or still holds a slot."""
     yield
     pool.check()
 
 
 @pytest.fixture(scope="session")
 def questions() -> Callable[..., list[list[int]]]:
-    """`questions(n, target="hybrid", seed=0)`: `n` held-out chat prompts as token ids."""
+    """Return `questions(n, target="hybrid", seed=0)`, which returns `n` held-out chat prompts as token ids."""
 
     def prompts(n: int, target: str = "hybrid", seed: int = 0) -> list[list[int]]:
         random = Random(seed)
@@ -239,7 +240,7 @@ def questions() -> Callable[..., list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., list[int]]:
-    """`reference(prompt, max_new_tokens, target="hybrid")`: answer of Transformers' greedy `generate`, in fp32.
+    """Return `reference(prompt, max_new_tokens, target="hybrid")`: greedy answer of Transformers' `generate` in fp32.
 
     The answer ends with the end token, as SGLang's `output_ids` do, or at `max_new_tokens`.
     """
@@ -257,7 +258,7 @@ def reference() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def plain_torch(questions: Callable, reference: Callable) -> Callable[..., Any]:
-    """`plain_torch(n, max_new_tokens, target="hybrid", draft_window=None)`: `Expected` for `n` questions."""
+    """Return `plain_torch(n, max_new_tokens, target="hybrid", draft_window=None)`: `Expected` for `n` questions."""
     from tests.server.lib.oracle import Expected, oracle
 
     def expect(n: int, max_new_tokens: int, target: str = "hybrid", draft_window: int | None = None) -> Expected:

@@ -67,7 +67,7 @@ class Serving(NamedTuple):
 
 
 def asked_again(target: str, reference: Callable) -> list[list[int]]:
-    """Return conversations of two questions. In every other one the second question repeats the first."""
+    """Return conversations of two questions. In every other conversation the second question repeats the first."""
     prompts = []
     for seed in range(N_ASKED):
         question, *_ = conversation(seed, 1)

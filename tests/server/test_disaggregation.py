@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
     @property
     def fields(self) -> dict[str, bool]:
-        """Further request fields; hidden states only with this plugin, because SGLang's own worker refuses them."""
+        """Further request fields. Hidden states only with this plugin, because SGLang's own worker refuses them."""
         return {"return_logprob": True} | ({"return_hidden_states": True} if self.arm is Arm.PLUGIN else {})
 
 
@@ -155,7 +155,7 @@ def test_logprobs_and_hidden_states_are_plain_torchs(serving: Serving, sampling:
 
 
 def test_request_without_its_prefill_fails_alone(serving: Serving) -> None:
-    """A request that only the decode server gets must time out; requests to both servers must be answered meanwhile."""
+    """A request that only the decode server gets must time out. While it waits, other requests must be answered."""
     two, expected = serving.two, serving.expected
     with ThreadPoolExecutor(1) as pool:
         lost = pool.submit(two.decode.generate, expected.prompts[0], fields=two.meeting(10**6), max_new_tokens=4)

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def drawn_off(server: Callable) -> Callable[[Case], list[Draw]]:
-    """`drawn_off(case)`: draws without speculation, cached by request."""
+    """Return `drawn_off(case)`, which returns draws without speculation, cached by request."""
     drawn: dict[str, list[Draw]] = {}
 
     def draws(case: Case) -> list[Draw]:

@@ -57,9 +57,9 @@ def as_speculators(folder: Path) -> Path:
 
 
 def as_older_transformers(folder: Path) -> Path:
-    """Write the dense pair's draft in two files whose tensors partly have a prefix, with another rope.
+    """Write the dense pair's draft with another rope, in two files. Some tensor names have a prefix.
 
-    Its config has the rope and the dtype of older Transformers, no model type, and names code that is not there.
+    The config has the rope and dtype fields of older Transformers, no model type, and names code that does not exist.
     """
     config, tensors = config_of(DENSE.draft), load_file(DENSE.draft / "model.safetensors")
     rope = config.pop("rope_parameters")
@@ -86,7 +86,7 @@ def speculators(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scaled(tmp_path: Path) -> Path:
-    """Target whose config has the values that `--json-model-override-args` sets below."""
+    """Return a target whose config has the values that `--json-model-override-args` sets below."""
     folder = Path(shutil.copytree(DENSE.target, tmp_path / "target"))
     config = config_of(folder) | {"rope_parameters": YARN, "max_position_embeddings": CONTEXT}
     (folder / "config.json").write_text(json.dumps(config))

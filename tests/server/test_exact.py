@@ -71,7 +71,7 @@ def clean(serving: Serving) -> Iterator[None]:
 
 
 def test_one_at_a_time(serving: Serving) -> None:
-    """If the variant `knows_steps`, the numbers of steps by accepted drafts must equal those of plain torch."""
+    """If the variant `knows_steps`, as many steps must accept n drafts as in plain torch, for every n."""
     answers = serving.server.generate_many(serving.prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
     assert tokens_of(answers) == serving.expected
     if serving.variant.knows_steps:
@@ -163,9 +163,9 @@ def test_long_conversation_resumes_from_the_cache(serving: Serving, questions: C
 
 
 def test_window_fills_up_again_after_a_hit(serving: Serving, questions: Callable) -> None:
-    """A windowed draft's ring lacks the cached prefix.
+    """Steps after a cache hit must equal those of plain torch.
 
-    Without a window the draft's K/V are cached with the target's.
+    A windowed draft's ring lacks the cached prefix. Without a window the draft's K/V are cached with the target's.
     """
     variant = serving.variant
     if not variant.knows_steps:

@@ -1,9 +1,9 @@
 """Every family of targets (architecture): answers with DFLASH equal those without, in fp32.
 
 Each family has a target of random weights, and a draft trained on the target's answers (`lib/families.py`).
-Transformers, the server without speculation and this plugin must give the same answers. For each answer, the numbers
-of decode steps by accepted drafts must equal those of plain torch. Families that SGLang serves only on GPUs run under
-GPU emulation (`sglang_dflash.rehearsal`), with a GPU's attention backend and captured graphs.
+Transformers, the server without speculation and this plugin must give the same answers. For each answer, as
+many decode steps must accept n drafts as in plain torch, for every n. Families that SGLang serves only on GPUs run
+under GPU emulation (`sglang_dflash.rehearsal`), with a GPU's attention backend and captured graphs.
 """
 
 from collections import Counter

@@ -45,7 +45,7 @@ def expected(prompts: list[list[int]], reference: Callable) -> list[list[int]]:
 
 @pytest.fixture
 def steady(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> Iterator[None]:
-    """Four clients ask the first questions repeatedly while a test runs. Every answer must be the expected one."""
+    """Send the first four questions repeatedly while a test runs. Every answer must be the expected one."""
     over = threading.Event()
 
     def ask(i: int) -> int:
@@ -154,7 +154,7 @@ def endless_ends(asked: Streams) -> set[str]:
 def test_abort_all_leaves_a_server_that_answers(
     ours: Server, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """Abort twelve requests, of which eight run and four are queued."""
+    """Abort twelve requests: eight are running and four are queued."""
     with Streams(ours, prompts[:8], **ENDLESS) as running, ThreadPoolExecutor(4) as clients:
         running.wait_begun(8)
         queued = submit(clients, ours, prompts[8:], **ENDLESS)
@@ -192,7 +192,7 @@ def tight(server: Callable) -> Server:
 
 @pytest.fixture(scope="module")
 def long_prompts() -> list[list[int]]:
-    """Prompts at least as long as the context; tests use their last tokens."""
+    """Return prompts at least as long as the context; tests use their last tokens."""
     return [as_prompt(conversation(seed, n_turns=7)) for seed in range(300, 308)]
 
 
@@ -283,7 +283,7 @@ def paused(server: Server, mode: str) -> Iterator[None]:
 def in_time(attempt: Callable[[], bool]) -> None:
     """Call `attempt` until it returns True, at most five times.
 
-    It returns False if its action came after all requests had ended. This may happen on a busy machine.
+    `attempt` returns False if it acted after all requests had ended. This may happen on a busy machine.
     """
     assert any(attempt() for _ in range(5)), "too late five times"
 
@@ -309,7 +309,7 @@ def test_pause_and_continue(
 
 
 def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """Pause after all requests have begun: one that arrives during the pause would wait until it is over."""
+    """Pause after all requests have begun. A request arriving during the pause would wait until the pause is over."""
 
     def abort_midway() -> bool:
         with Streams(ours, prompts[:8], **ENDLESS) as asked:

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
         return bool(self.env)
 
 
-# Captured graphs keep the adapter index of each row in static tensors, which differ between verify widths.
+# Captured graphs read the adapter of each token row from static tensors, which differ between verify widths.
 REHEARSED = {"flags": (*FA3, *GRAPHS), "env": SM90, "n_prompts": 1, "max_new_tokens": 16}
 KINDS = {
     "dense": Kind("dense"),
@@ -105,7 +105,7 @@ def empty_cache(serving: Serving) -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_answers_and_steps_are_those_of_the_merged_target(serving: Serving, concurrency: int) -> None:
-    """In a batch with several adapters, all rows of a request's block must use the request's adapter."""
+    """In a batch with several adapters, all slots of a request's block must use the request's adapter."""
     asked = serving.shuffled(seed=concurrency)
     answers = serving.ask_all(serving.server, asked, concurrency)
     assert tokens_of(answers) == [serving.expected(*pair) for pair in asked]

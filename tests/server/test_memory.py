@@ -1,6 +1,6 @@
 """Memory of the draft's context K/V.
 
-With a draft window, each request has one ring. Without, the draft has one slot for each slot of the target.
+With a draft window, each request has one ring. Without, the draft has one KV slot for each of the target's.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def test_ring_memory_does_not_depend_on_the_context(server: Callable) -> None:
     window = ("--speculative-draft-window-size", str(WINDOW))
     short = draft_kv_bytes(server, *window, "--context-length", "512", "--max-total-tokens", "2048")
     long = draft_kv_bytes(server, *window, "--context-length", "4096", "--max-total-tokens", "8192")
-    # One more ring is for padding rows, and SGLang's pools have one more page (here one slot).
+    # One more ring is for padding requests, and SGLang's pools have one more page (here one slot).
     assert short == long == ((N_REQUESTS + 1) * ring_slots(WINDOW, BLOCK, 1) + 1) * slot_bytes()
 
 

@@ -44,7 +44,7 @@ class Scrape:
         return found
 
     def committed(self) -> Counter[int]:
-        """Return the number of blocks by committed tokens, from Prometheus's cumulative buckets."""
+        """Return n -> number of blocks that committed n tokens, from Prometheus's cumulative buckets."""
         up_to = [self.total("dflash_committed_tokens_bucket", le=f"{n}.0") for n in range(1, BLOCK + 1)]
         return Counter({n: int(b - a) for n, (a, b) in enumerate(zip([0, *up_to], up_to, strict=False), start=1)})
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
-    """`served(arm, target, form)`: a server whose target is quantized in format `form`, or unchanged if it is None."""
+    """Return `served(arm, target, form)`: a server whose target is quantized in format `form`; None: not quantized."""
     started: list[Server] = []
 
     def get(arm: Arm, target: str, form: str | None = None, **kwargs: Any) -> Server:

@@ -61,7 +61,7 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def get(pool: ServerPool, pair: Pair) -> Callable[..., Server]:
-    """`get(arm="plugin", flags=(), env={})`: a server of this pair, see `ServerPool.get`."""
+    """Return `get(arm="plugin", flags=(), env={})`: a server of this pair, see `ServerPool.get`."""
 
     def server(arm: str = "plugin", flags: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Server:
         flags = (*ROOM, *REQUEST_FLAGS, *flags)
@@ -78,7 +78,7 @@ def prompt_of(pair: Pair) -> Callable[[list[Message]], list[int]]:
 
 @pytest.fixture(scope="module")
 def asked(prompt_of: Callable) -> Callable[[str, int], list[list[int]]]:
-    """`asked(name, n)`: `n` prompts of one of the benchmark's data sets, as token ids."""
+    """Return `asked(name, n)`: `n` prompts of one of the benchmark's data sets, as token ids."""
     return lambda name, n: [prompt_of(prompt) for prompt in data.load(name, n).prompts]
 
 
@@ -125,7 +125,7 @@ def test_steps_with_a_window(n: int, get: Callable, asked: Callable, pair: Pair)
 
 
 def test_every_parameter_is_exact(get: Callable, prompt_of: Callable) -> None:
-    """Each case of `EXACT` with four questions: penalties, grammars, stops, logprobs and streams."""
+    """Send each case of `EXACT` (penalties, grammars, stops, logprobs, streams) with four questions."""
     prompts = [prompt_of([{"role": "user", "content": question}]) for question in QUESTIONS[::2]]
     off = parameters.answer_all(get("off"), EXACT, prompts, seed=1)
     ours = parameters.answer_all(get(env=AS_USERS), EXACT, prompts, seed=2)
@@ -147,7 +147,7 @@ def test_seeded_answers_are_exact(get: Callable, asked: Callable) -> None:
 
 
 def test_packed_weights_follow_an_update(get: Callable, asked: Callable, pair: Pair, tmp_path: Path) -> None:
-    """The CPU platform multiplies by packed copies of weights: after an update answers equal those of Transformers."""
+    """The CPU platform multiplies by packed copies of weights. Answers after an update must be those of new weights."""
     (prompt,), server = asked(data.CHATS, 1), get(env=AS_USERS)
     old = server.generate(prompt, max_new_tokens=16).token_ids
     changed = Path(shutil.copytree(pair.target, tmp_path / "target"))

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module", params=["fixed", "auto", "window"])
 def two_ranks(request: pytest.FixtureRequest, server: Callable) -> Server:
-    """Server of two ranks with different seeds.
+    """Return a server of two ranks with different seeds.
 
-    `auto`: each rank times its steps, and both must choose the same width. `window`: a rank has rings for its heads.
+    `auto`: each rank times its steps, and both must choose the same width. `window`: each rank has rings for its heads.
     """
     env = {"SGLANG_DFLASH_WIDTHS": "auto"} if request.param == "auto" else {}
     window = ("--speculative-draft-window-size", "64") if request.param == "window" else ()
@@ -67,8 +67,8 @@ def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> N
 # -- exchange per step ---------------------------------------------------------------------------------------------
 
 VOCABULARY = 1024  # size in the tiny pair
-# Largest number of elements gathered per verified row. Each of two ranks gives a value and a token id: once for the
-# verify, and up to twice for the draft, because its captured graph may be padded to almost twice the rows.
+# Largest number of elements gathered per verified token. Each of two ranks gives a value and a token id: once for the
+# verify, and up to twice for the draft, because its captured graph may be padded to almost twice the tokens.
 PER_ROW = 2 * 2 * (1 + 2)
 NEEDS_LOGITS = (
     greedy("frequency_penalty", "penalised", 0, frequency_penalty=1.2),
@@ -87,7 +87,7 @@ NEEDS_LOGITS = (
     params=[pytest.param((TRACK, ()), id="cpu"), pytest.param(((*FA3, *GRAPHS, *TRACK), SM90), id="emulated")],
 )
 def counted(request: pytest.FixtureRequest, server: Callable) -> Server:
-    """Server whose ranks log each step's exchange. `emulated` verifies up to eight requests in captured graphs."""
+    """Return a server whose ranks log each step's exchange. `emulated`: captured graphs verify up to eight requests."""
     flags, env = request.param
     return server(flags=[*flags, "--tp", "2", *REQUEST_FLAGS], env=dict(env) | dict(TWO_NODES) | COUNTED)
 
@@ -95,7 +95,7 @@ def counted(request: pytest.FixtureRequest, server: Callable) -> Server:
 def gathered_per_row(
     server: Server, asked: list[tuple[list[int], Case]], concurrency: int = 8
 ) -> tuple[list[Reply], list[float]]:
-    """Return the replies, and for every step the number of elements that a rank gathered per verified row."""
+    """Return the replies, and for every step the number of elements that a rank gathered per verified token."""
     n_before = len(server.log_text())
     replies = parameters.ask_all(server, asked, concurrency=concurrency)
     steps = steps_in(server.log_text()[n_before:])
@@ -111,7 +111,7 @@ def test_greedy_steps_gather_numbers_not_logits(counted: Server) -> None:
 
 @pytest.mark.parametrize("case", NEEDS_LOGITS, ids=str)
 def test_steps_that_need_logits_gather_them(counted: Server, case: Case) -> None:
-    """Check also that the log counts gathers inside captured graphs."""
+    """Every step must gather logits. This also shows that the log counts gathers inside captured graphs."""
     _, gathered = gathered_per_row(counted, [(chat(QUESTIONS[0]), case)])
     assert len(gathered) >= 2
     assert min(gathered) >= VOCABULARY

@@ -25,7 +25,7 @@ NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", 
 
 @pytest.fixture(params=["cpu", pytest.param("fa3-graphs", marks=pytest.mark.full)])
 def whole(request: pytest.FixtureRequest, server: Callable) -> Server:
-    """Server that verifies whole blocks without copies, on the CPU or with captured graphs in the emulation."""
+    """Return a server that verifies whole blocks without copies, on the CPU or with emulated captured graphs."""
     row = VARIANTS["hybrid"] if request.param == "cpu" else REHEARSALS[request.param]
     return server(flags=row.flags, env=dict(row.env))
 
@@ -155,7 +155,7 @@ def test_target_push_over_group_leaves_draft(whole: Server, questions: Callable)
 
 
 def test_answers_do_not_depend_on_a_draft_of_nans(whole: Server, off: Server, questions: Callable) -> None:
-    """Push NaNs, then the right weights in two halves, one under the prefix `model.` and in another dtype."""
+    """Push NaNs, then the right weights in two halves, the second with the prefix `model.` and in another dtype."""
     prompts, original = questions(4, seed=14), load_file(HYBRID.draft / "model.safetensors")
     before = served_steps(whole, prompts)
     answers = tokens_of(off.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS))

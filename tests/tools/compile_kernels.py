@@ -5,7 +5,7 @@
 The package's launch functions run on meta tensors with the sizes of published models. With `Driver`, Triton compiles
 but does not launch. So dtypes, strides and specialisations equal those of a server.
 
-Fails if a kernel:
+The command fails if a kernel:
 - does not compile, or compiles although `config` refuses to serve it;
 - spills registers, or needs more registers than `REGISTERS` allows;
 - is compiled again though `sglang_dflash_kernels.specialisations` lists nothing new: a server would compile while
@@ -219,7 +219,7 @@ def penalise_launches(P: int, N: int, E: int) -> Iterator[KernelLaunch]:
 
 
 def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: int) -> Iterator[KernelLaunch]:
-    """Yield launches for T rows of B requests, or of prompts if `B` is None. K and V have the draft model's layout."""
+    """Yield launches for T tokens of B requests, or of prompts if B is None. K and V have the draft model's layout."""
     L, G, E = draft.n_layers, draft.n_kv_heads, draft.head_dim
     k, v = empty(L, T, 2, G, E).transpose(0, 1).unbind(2)
     where = empty(3, T, dtype=I64)

@@ -19,7 +19,7 @@ from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Server
 from tests.server.lib.talk import chat, token_ids
 
-# The tiny pair was trained on questions like some of these, so drafts are accepted. For the others its next tokens are
+# The tiny pair was trained on questions like some of these, so drafts are accepted. For the others the next tokens are
 # uncertain, so parameters change the answer.
 QUESTIONS = (
     "Tell a short story about Anna, a driver in Oslo.",

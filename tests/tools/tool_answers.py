@@ -22,7 +22,7 @@ def between_tags(value: Any) -> str:
 
 
 def tags(form: str) -> Written:
-    """Write each argument as `form`, with KEY, VALUE, TYPE and IS_STRING replaced."""
+    """Return a function that writes each argument as `form`, with KEY, VALUE, TYPE and IS_STRING replaced."""
 
     def write(arguments: Arguments) -> str:
         parts = []
@@ -37,7 +37,7 @@ def tags(form: str) -> Written:
 
 
 def each(form: str, *, start: str = "", end: str = "", between: str = "", arguments: Written = js) -> Writer:
-    """Write each call as `form`, with NAME, ARGUMENTS and NUMBER replaced; `start` and `end` enclose all calls."""
+    """Return a writer of calls as `form`, with NAME, ARGUMENTS and NUMBER replaced, all between `start` and `end`."""
 
     def write(text: str, calls: Sequence[Call]) -> str:
         written = [

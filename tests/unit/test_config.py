@@ -254,7 +254,7 @@ READS = {"widths": (), "copy": Copy.OFF, "gdn_state": None, "slots_are_ours": Fa
         ({}, {}, {}, PLAIN),
         ({}, {}, {"copy": "random"}, PLAIN | {"copy": Copy.RANDOM}),
         ({}, {}, {"copy": "off"}, PLAIN | {"copy": Copy.OFF}),
-        ({}, {"host_cache": True}, {}, PLAIN | {"slots_are_ours": False}),  # the host cache fills slots too
+        ({}, {"host_cache": True}, {}, PLAIN | {"slots_are_ours": False}),  # the host cache fills KV slots too
         ({}, SHARED, {}, PLAIN | {"widths": (8,)}),
         ({}, DECODE, {}, PLAIN | {"copy": Copy.OFF, "slots_are_ours": False}),
         ({}, PREFILL, {}, READS),

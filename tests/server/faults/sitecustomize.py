@@ -1,4 +1,4 @@
-"""Put a fault into every process that has this folder on PYTHONPATH, to test that tests notice.
+"""Put a fault into every process that has this folder on PYTHONPATH, to test that tests notice it.
 
 The variable `FAULT` names one of the functions below. Each is a mistake that changes nothing on a server without
 captured graphs and streams.

@@ -175,7 +175,7 @@ REHEARSED = {
 
 
 def make_target(family: Family) -> PreTrainedModel:
-    """Return a target of random fp32 weights, wide enough that the next token depends on the context."""
+    """Return a target of random fp32 weights. Their spread is so wide that the next token depends on the context."""
     torch.manual_seed(0)
     fields = COMMON | {"initializer_range": 0.16} | dict(family.fields)
     config_class = getattr(transformers, family.config)
@@ -222,7 +222,7 @@ def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
 
 
 def texts(target: PreTrainedModel) -> Rows:
-    """Return rows of random prompts, each followed by the target's greedy answer."""
+    """Return `Rows` of random prompts, each followed by the target's greedy answer."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(MASK + 1, VOCABULARY - len(IMAGES), (N_TEXTS, N_PROMPT), generator=generator)
     with torch.inference_mode():

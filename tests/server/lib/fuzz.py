@@ -162,7 +162,7 @@ def sampling(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def with_odd_value(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
-    """In one of four draws, replace the value of one field by one of `ODD`."""
+    """Replace the value of one field by one of `ODD`, in one of four draws."""
     if fields and one_in(draw, 4):
         fields = fields | {draw(st.sampled_from(sorted(fields))): draw(odd)}
     return fields

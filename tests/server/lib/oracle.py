@@ -42,7 +42,7 @@ class Oracle:
         copies: bool = False,
         width: int | None = None,
     ) -> dict[int, int]:
-        """Return the number of decode steps by accepted drafts, without the prefill."""
+        """Return n -> number of decode steps that accept n drafts. The prefill does not count."""
         options = Options(
             max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids(self.target), block_size=self.block_size,
             draft_window=self.draft_window, page_size=self.page_size, n_unseen=n_unseen, copies=copies, width=width,

@@ -2,8 +2,8 @@
 
 The book is a list of prompts with their answers from a server without speculation, written before the soak. During the
 soak, clients send prompts of the book, disconnect early, abort, send invalid requests or use sessions. Some flush the
-cache, pause the server or load weights. A finished greedy answer must equal the answer in the book. An unfinished one
-must be the beginning of it.
+cache, pause the server or load weights. A finished greedy answer must equal the answer in the book. An unfinished
+answer must be a prefix of that one.
 """
 
 import time

@@ -59,7 +59,7 @@ def tokens_of(answers: Iterable[Generation]) -> list[list[int]]:
 
 
 def steps(answer: Generation) -> dict[int, int]:
-    """Return the number of decode steps by accepted drafts; {} if the prefill gave the only token."""
+    """Return n -> number of decode steps that accepted n drafts; {} if the prefill gave the only token."""
     return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
 
 

@@ -1,4 +1,4 @@
-"""Break acceptance of drafts in every process that has this folder on PYTHONPATH, to test that tests notice.
+"""Break acceptance of drafts in every process that has this folder on PYTHONPATH, to test that tests notice it.
 
 The variable `WRONG_ACCEPTANCE` names one of `RULES`. Each is a plausible mistake that leaves greedy answers unchanged.
 """

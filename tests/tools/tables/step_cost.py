@@ -2,10 +2,10 @@
 
     python -m tests.tools.tables.step_cost
 
-Setting: Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. The time of a row is
-the larger of bytes / bandwidth and FLOP / rate of a large matrix product. A step is the sum of all rows. The times of
-this plugin's recurrent kernels were measured on an H200 (kernels/README.md); for SGLang's kernels only bytes are
-counted.
+Setting: Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. A row of the table is a
+part of a step. Its time is the larger of bytes / bandwidth and FLOP / rate of a large matrix product. A step is the sum
+of all rows. The times of this plugin's recurrent kernels were measured on an H200 (kernels/README.md); for SGLang's
+kernels only bytes are counted.
 """
 
 from collections.abc import Iterator

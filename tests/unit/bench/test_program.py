@@ -271,7 +271,7 @@ def test_streamed_answers_must_be_equal_too(serve, tmp_path):
 
 
 def test_near_ties_are_forgiven_on_request(bench, serve):
-    """In the first arm, its own first token and that of FAKE_OFFSET=1 are the two likeliest, half a nat apart."""
+    """The first arm reports its own first token and that of FAKE_OFFSET=1 as the two likeliest, half a nat apart."""
     asked = (*SMALL, "--no-latency", "--arms", "off", "ours:FAKE_OFFSET=1", "--require-equal", "--tie-gap")
     ran = bench(*asked, "0.5", *serve)
     assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}

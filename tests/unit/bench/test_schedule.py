@@ -1,4 +1,7 @@
-"""Benchmark schedule: the order of the arms' turns, unmeasured prompts, and the steps counted for a turn."""
+"""Benchmark schedule: the order of the arms' turns, unmeasured prompts, and the steps counted for a turn.
+
+A turn is one arm's requests for one part of the prompts.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,7 +73,7 @@ def bench_of(n_prompts: int, concurrency: Sequence[int], *, together: bool = Tru
 
 
 def test_each_turn_begins_with_unmeasured_prompts() -> None:
-    """A turn flushes the prefix cache, asks unmeasured prompts, flushes again and asks its measured prompts.
+    """A turn flushes the prefix cache, sends unmeasured prompts, flushes again and sends its measured prompts.
 
     Two prompts are unmeasured, except in the first turn at concurrency 3, which has three. At concurrency 1 the six
     measured prompts are two turns, of 4 and 2 prompts. At concurrency 3 they are one turn.

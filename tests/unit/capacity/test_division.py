@@ -170,7 +170,7 @@ LAUNCHES = (  # memory of the card in GiB, and changes to `Serving`
 @pytest.mark.parametrize("radix", RadixStates)
 @pytest.mark.parametrize(("card_gib", "changes"), LAUNCHES)
 def test_memory_is_divided_as_sglang_does(worker, radix, card_gib, changes, monkeypatch):
-    """Slots, tokens and requests must equal SGLang's.
+    """State slots, KV tokens and requests must equal SGLang's.
 
     Without a prefix cache, SGLang's worker allocates states for `max_requests` requests, even if they do not fit. So
     this case has only twelve requests.
@@ -237,7 +237,7 @@ def test_a_dense_target_differs_only_by_its_rings():
 
 @pytest.mark.parametrize(("page_size", "tokens_of_a_request"), [(1, 100 + 16 + 16), (64, 3 * 64)])
 def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, tokens_of_a_request):
-    """A request reserves slots for its 100 tokens, the block in flight and the next block."""
+    """A request reserves KV slots for its 100 tokens, the block in flight and the next block."""
     result = of_8b(context=100, page_size=page_size, max_requests=10**6)
     rest = 80 * GIB * 0.85 - result.target_weights - result.draft_weights
     whole = int(rest) // (36 * 8 * 128 * 2 * 2 + 5 * 8 * 128 * 2 * 2)

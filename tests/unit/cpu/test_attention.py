@@ -16,7 +16,7 @@ SCALE = 0.3
 
 
 class Pool:
-    """A KV pool of one layer, and the table of each request's slots."""
+    """A KV pool of one layer, and the table of each request's KV slots."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.k, self.v = torch.randn(SLOTS, G, E).to(dtype), torch.randn(SLOTS, G, E).to(dtype)
@@ -138,7 +138,7 @@ def test_extend(pool, masked, parts, max_queries, monkeypatch):
 
 
 def test_requests_do_not_affect_their_neighbours(pool):
-    """The longer neighbour must not change a result. The short request's slots after its last token hold NaN."""
+    """The longer neighbour must not change a result. The short request's KV slots after its last token hold NaN."""
     q, backend = torch.randn(2, A * E), backend_of(pool)
     batch = batch_of(ForwardMode.DECODE, [4, 0], seq_lens=torch.tensor([5, 30]))
     pool.req_to_token[4], pool.req_to_token[0] = torch.arange(WIDTH), torch.arange(100, 100 + WIDTH)

@@ -5,7 +5,7 @@ import torch
 
 from sglang_dflash.cpu import conv
 
-F_, W, P, SLOTS = 6, 4, 3, 5  # features, taps, inputs in a state, slots
+F_, W, P, SLOTS = 6, 4, 3, 5  # features, taps, inputs in a state, state slots
 
 
 def one_by_one(
@@ -103,7 +103,7 @@ def test_verify_keeps_every_window(weights, windows, N: int):
 
 @pytest.mark.parametrize("N", [None, 1, 4], ids=["decode", "verify 1", "verify 4"])
 def test_padded_rows_are_skipped(weights, N: int | None):
-    """The last rows of a captured batch are padding with a negative slot."""
+    """The last requests of a captured batch are padding, with a negative state slot."""
     x = torch.randn(3, F_) if N is None else torch.randn(3, N, F_).transpose(1, 2)
     states, alone = weights[2].clone(), weights[2].clone()
     out = update(x, states, weights, [4, -1, -1])
@@ -115,7 +115,7 @@ def test_padded_rows_are_skipped(weights, N: int | None):
 
 
 def test_extra_inputs_in_the_pool_are_left_alone(weights):
-    """A slot of the pool may hold more than P inputs. An update writes only the first P, which are the state."""
+    """A state slot of the pool may hold more than P inputs. An update writes only the first P, which are the state."""
     weight, bias, _ = weights
     pool = torch.randn(SLOTS, F_, P + 2)
     x_BNF = torch.randn(1, 2, F_)

@@ -212,7 +212,7 @@ def test_undefined_arguments_are_refused_by_name(argument: str):
 
 @pytest.mark.parametrize("slots", [[2, -1, -1], [-1, -1, -1]], ids=["one real row", "no real row"])
 def test_padded_rows_of_verify_are_skipped(slots: list[int]):
-    """The last rows of a captured batch are padding: slot -1, and no tokens, so cu_seqlens repeats its last value."""
+    """The last requests of a captured batch are padding: state slot -1, no tokens. Then cu_seqlens repeats a value."""
     inputs, C = Inputs(12), 4
     n_real = sum(slot >= 0 for slot in slots)
     pool, scratch = inputs.pool.clone(), torch.full((3, C, H, V, K), 7.0)

@@ -1,4 +1,4 @@
-"""Moves of recurrent states between slots must equal plain assignments."""
+"""Moves of recurrent states between state slots must equal plain assignments."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def test_an_idle_step_has_no_rows():
 
 
 def batch_of(committed: list[int], allocated: list[int], page_size: int, order: list[str] | None = None) -> Any:
-    """Return a batch that appends to `order` when it frees slots outside its sliding windows."""
+    """Return a batch that appends to `order` when it frees KV slots outside its sliding windows."""
     order = [] if order is None else order
     held = [
         SimpleNamespace(kv_committed_len=n, kv_allocated_len=had) for n, had in zip(committed, allocated, strict=True)

@@ -102,7 +102,7 @@ def assembled(parts: Iterable[tuple[str, Iterable[ToolCallItem]]]) -> Answer:
 
 
 def left(parser: Any) -> list[ToolCallItem]:
-    """Return the arguments that serving adds at the end of an answer, as `_check_for_unstreamed_tool_args` does."""
+    """Return the arguments that SGLang adds at the end of an answer, as `_check_for_unstreamed_tool_args` does."""
     i = len(parser.prev_tool_call_arr) - 1
     if i < 0 or i >= len(parser.streamed_args_for_tool):
         return []

@@ -37,7 +37,7 @@ def room(monkeypatch: pytest.MonkeyPatch, *, page: int = 1, hybrid: bool = False
 @pytest.mark.parametrize(("page", "ring"), [(1, 80), (16, 96)])
 def test_rings_are_subtracted_from_the_targets_memory(monkeypatch, page, ring):
     assert room(monkeypatch, page=page) == 10**6 - 9 * ring * 100
-    # A hybrid target needs 5 of the 15 state slots per request, so 3 requests run. Row 0 has a ring as well.
+    # A hybrid target needs 5 of the 15 state slots per request, so 3 requests run. Row 0 (padding) has a ring as well.
     assert room(monkeypatch, page=page, hybrid=True) == 10**6 - 4 * ring * 100
 
 
@@ -65,7 +65,8 @@ def test_only_the_targets_bytes_per_token_are_counted():
 
 @pytest.mark.parametrize("row", [96, 4096 + 32])
 def test_page_tables_are_as_wide_as_the_drafts_rows(row):
-    """Backends make page tables of `context_len` columns, so `context_len` is set to the row length at that time.
+    """Backends make page tables of `context_len` columns, so `context_len` is set to the row length of the
+    request table while page tables are made.
 
     In a narrower table a block that ends past the context length would be written into the next row. A ring's row is
     shorter than the context.
@@ -104,7 +105,7 @@ def test_a_hierarchical_cache_copies_shared_slots_but_no_rings(monkeypatch, wind
 
 
 def test_a_drafts_kv_are_offloaded_with_the_targets():
-    """A retracted request gets other slots when it resumes. So the draft's K/V must move together with the target's."""
+    """A retracted request resumes in other KV slots. So the draft's K/V must move together with the target's."""
 
     class Pool:
         def __init__(self, first: int) -> None:

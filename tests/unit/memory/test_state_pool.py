@@ -37,10 +37,10 @@ def test_computed_bytes_equal_allocated_bytes(n_requests: int, n_tokens: int) ->
 
 
 def test_every_request_of_a_captured_batch_has_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If ranks share a batch's rows, SGLang captures batches of a multiple of the rank count (here 8).
+    """SGLang may round the size of captured batches up to a multiple of the rank count (here 8).
 
-    Such a batch may have more requests than may run. The pool has a row for each of them, and at least one row more
-    than requests may run: the padding row.
+    Such a batch may have more requests than may run. The pool has a row for each request of the batch, and at least
+    one row more than requests may run: the padding row.
     """
     monkeypatch.setattr(state_pool, "get_cuda_graph_max_batch_size", lambda n_requests: -(-n_requests // 8) * 8)
     for n_requests, n_rows in ((3, 8), (8, 9), (9, 16)):

@@ -60,7 +60,7 @@ def scraped() -> Scraped:
 
 @pytest.fixture
 def meter(scraped: Scraped) -> Meter:
-    """Return the meter of a server that uses 2 of 8 rings. In row 7, blocks before position 100 have a cut context."""
+    """Return a meter with 2 of 8 rings in use. Blocks before position 100 in request-table row 7 have a cut context."""
     return Meter(
         Exports(scraped.collector, widest=BLOCK, widths=[1, 2, BLOCK]),
         StageTimes(Clock(), every=1),

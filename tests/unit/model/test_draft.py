@@ -64,7 +64,7 @@ def sees(config, layer, query_position, key_position, *, prefix_len, window):
 def convolved(w, name, side, sources, slots):
     """Return `slots`, each mixed with earlier slots of its block by DFlash 2's convolution.
 
-    A slot's kernel is the base kernel plus a projection of its source.
+    The kernel of slot n is the base kernel plus a projection of `sources[n]`.
     """
     if f"{name}.base_kernel" not in w:
         return slots

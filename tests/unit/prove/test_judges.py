@@ -37,7 +37,7 @@ def record(slot: tuple[int, int] = (0, 0), captured: tuple[int, ...] = (1, 2), *
     """Return the record of a server whose probe saw four steps with one request and four with two.
 
     Args:
-        slot: numbers of non-finite values in the padding slots of target and draft.
+        slot: numbers of non-finite values in the padding KV slots of target and draft.
         captured: batch sizes of captured graphs.
         second: fields to replace in the row of steps with two requests.
     """
@@ -163,7 +163,7 @@ def test_acceptance_length_has_the_bonus() -> None:
 def watched_bytes(kv_itemsize: int) -> Watched:
     """Return the record of a server: 100 KV tokens in pages of one, 4 recurrent states, block records of 2 requests.
 
-    KV pools and block records have one padding row more.
+    KV pools have one more page, and block records one more row, for padding.
     """
     target, draft = geometry.read_target(str(tiny.HYBRID.target)), geometry.read_draft(str(tiny.HYBRID.draft))
     wide = [replace(one.attention, itemsize=kv_itemsize).bytes_per_token(1) for one in (target, draft)]

@@ -155,7 +155,7 @@ def test_plans_that_differ_from_device_lengths_are_refused(planned):
 
 
 def test_a_padding_row_may_be_planned_short():
-    """SGLang plans a padding row with length 1, shorter than its length on the device. Its output is not used."""
+    """SGLang plans a padding request with length 1, shorter than its length on the device. Its output is not used."""
     out, expected = replayed([14, 36, 1 + BLOCK], [14, 36, 1])
     torch.testing.assert_close(out[: 2 * BLOCK], expected[: 2 * BLOCK])
 

@@ -200,7 +200,7 @@ def test_pinned_memory_is_reusable_after_its_copy(watched: Watch, whose: None) -
 
 @pytest.mark.parametrize("data", [np.arange(3), torch.arange(3)])
 def test_numpy_arrays_and_tensors_cannot_be_pinned_as_data(watched: Watch, whose: None, data: object) -> None:
-    """torch refuses them on a GPU: the first prompt of a server whose n-gram copies did this ended the server."""
+    """On a GPU torch refuses to pin them, so the emulation must refuse it too."""
     with pytest.raises(RuntimeError, match="Can't pin tensor constructed from"):
         torch.tensor(data, pin_memory=True)
     assert torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""Choice: every slot of B x N rows must be sampled as SGLang's own functions sample one row at a time."""
+"""Choice: each of B x N slots must be sampled as SGLang's own functions sample a single row of logits."""
 
 from array import array
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ class Draft:
 
 
 class SameSlots:
-    """Stand-in for `SharedSlots`: a block uses the target's slots. A prompt's slots are read from `batch.slots_T`."""
+    """Stand-in for `SharedSlots`: a block uses the target's KV slots. A prompt's are read from `batch.slots_T`."""
 
     def of_block(self, plan, block):
         return block.slots_BN.view(-1)
@@ -90,7 +90,7 @@ def test_nothing_is_late_where_ended_requests_slots_are_copied_out():
 
 
 def test_at_most_one_block_of_a_request_is_late():
-    """A ring has slots for the window and one block, so with more late rows a request would use a slot twice."""
+    """A ring has KV slots for the window and one block. With more late rows a request would use a KV slot twice."""
     context, k = make_context()
     for i in range(BLOCK + 1):
         one_token(context, ["a"], [i], value=i + 1)
@@ -121,7 +121,7 @@ def test_write_all_writes_every_row():
 
 
 def test_rings_get_the_end_of_a_prompt_and_the_next_block():
-    """A ring has 12 slots, 8 for the window and 4 for a block. The ring of row 1 has slots 12 to 23."""
+    """A ring has 12 slots, 8 for the window and 4 for a block. The ring of table row 1 has slots 12 to 23."""
     rings = make_rings(torch.zeros(2, 64), window=8, widest=BLOCK)
     context, k = make_context(rings)
     request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))

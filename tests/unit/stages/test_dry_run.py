@@ -27,7 +27,7 @@ BLOCK, V = 4, 11
 
 
 def kernel(size: int) -> tuple[bool, bool, int]:
-    """Return what Triton specialises on: if `size` is 1 or a multiple of 16, and log2 of its next power of two."""
+    """Return what Triton specialises on: is `size` 1, is it a multiple of 16, and log2 of its next power of two."""
     return size == 1, size % 16 == 0, (size - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapter state: each width's graphs must have their own, and SGLang must write into that of the width in use."""
+"""LoRA routing tensors: each width's graphs must have their own, and SGLang must write into those of the used width."""
 
 from types import SimpleNamespace
 from typing import Any

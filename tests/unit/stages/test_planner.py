@@ -1,4 +1,4 @@
-"""Planner: the tokens and slots of a block, and the upper bounds of lengths from which the host plans attention."""
+"""Planner: the tokens and KV slots of a block, and the upper bounds of lengths from which the host plans attention."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ MASK = 99
 
 
 def planner() -> Planner:
-    rows = torch.arange(4 * 64, dtype=torch.int32).view(4, 64)  # row r, position p: slot 64 r + p
+    rows = torch.arange(4 * 64, dtype=torch.int32).view(4, 64)  # row r, position p: KV slot 64 r + p
     runner: Any = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=rows),
         kv_index_translator=SimpleNamespace(plan=lambda **asked: asked),
@@ -63,7 +63,7 @@ def test_a_step_of_any_width_drafts_the_whole_block_and_width_one_nothing(width:
 def test_no_block_ends_past_its_bound(width: int, requests: list[tuple[int, int]], exact: bool) -> None:
     """Under the overlap schedule the host has the lengths before the step in flight, which commits up to `WIDEST`.
 
-    The host has reserved slots for 2 * `WIDEST` tokens past these lengths.
+    The host has reserved KV slots for 2 * `WIDEST` tokens past these lengths.
     """
     known = [n for n, _ in requests]
     prefix = [n + more for n, more in requests]

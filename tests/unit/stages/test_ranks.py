@@ -1,4 +1,4 @@
-"""Data-parallel attention on one rank: forwards with and without requests, and the row counts passed to SGLang."""
+"""Data-parallel attention on one rank: forwards with and without requests, and the token counts passed to SGLang."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

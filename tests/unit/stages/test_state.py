@@ -1,6 +1,7 @@
 """Commits of the target's recurrent states: from records (fold), from snapshots, or in place by decoding.
 
-Tracking copies a request's state to another slot when the state contains a multiple of the track interval of tokens.
+Tracking copies a request's state to another state slot when the state contains a multiple of the track interval of
+tokens.
 """
 
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size
 
 @given(st.integers(2, 16), REQUESTS, st.integers(16, 96), st.sampled_from([torch.int32, torch.int64]))
 def test_the_tracked_slot_is_the_last_that_completes_an_interval(width, requests, interval, dtype):
-    """After slot i the state contains prefix + i + 1 tokens. At the tracked slot this is a multiple of `interval`."""
+    """After block slot i the state contains prefix + i + 1 tokens, a multiple of `interval` if slot i is tracked."""
     requests = [(prefix, min(n, width)) for prefix, n in requests]
     want = [max((i for i in range(n) if (prefix + i + 1) % interval == 0), default=-1) for prefix, n in requests]
     prefix_len_B = torch.tensor([prefix for prefix, _ in requests])
@@ -49,7 +50,7 @@ def test_the_tracked_slot_is_the_last_that_completes_an_interval(width, requests
 class LinearBackend:
     """Stand-in for SGLang's linear-attention backend, with the members that a block of one token uses."""
 
-    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # 0: padding row
+    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # 0: padding request
 
     def forward_extend(self, *, forward_batch, layer):
         return "prompt", layer
@@ -88,8 +89,8 @@ def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
     """Return a pool for blocks of up to 8 tokens, as a verify of `width` tokens for each of three requests leaves it.
 
     In the first column of a state, every element is the number of the block's tokens that the state contains. In the
-    first column of a convolution window, every element is the index of the window's slot. Records and snapshots of
-    slots from `width` on are NaN, so that a result shows if they were read.
+    first column of a convolution window, every element is the index of the window's block slot. Records and
+    snapshots of block slots from `width` on are NaN, so that a result shows if they were read.
     """
     pool = make_pool(kind, n_requests=3, n_tokens=8)
     cache = pool.mamba_cache
@@ -148,7 +149,7 @@ def test_states_advance_by_kept_tokens_and_copies_to_the_interval(kind, make, mo
     # contains 64 tokens after the second. The third has 4, and its state contains 64 tokens after the last.
     make(SimpleNamespace(model_runner=runner), 4).commit(batch, plan, torch.tensor([3, 2, 4], dtype=torch.int32))
 
-    # The requests' states are in slots 3, 1 and 2. Tracked copies go to slots 5 and 4. The second request does not
+    # The requests' states are in state slots 3, 1 and 2. Tracked copies go to 5 and 4. The second request does not
     # reach 64, so slot 6 stays 0.
     n_tokens = torch.tensor([0, 2, 4, 3, 4, 2, 0])
     temporal, conv = pool.mamba_cache.temporal[..., 0], pool.mamba_cache.conv[0][..., 0]
@@ -188,7 +189,7 @@ def test_a_pool_without_records_is_refused():
 def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, monkeypatch):
     monkeypatch.setattr(state, "track_interval", lambda page_size: 64)
     monkeypatch.setattr(state, "track_mamba_states_all_layers", mamba_state.track_mamba_states_all_layers)
-    conv, temporal = torch.randn(2, 9, 4, 3), torch.randn(2, 9, 2, 5, 5)  # layers, slots, ...
+    conv, temporal = torch.randn(2, 9, 4, 3), torch.randn(2, 9, 2, 5, 5)  # layers, state slots, ...
     want = conv.clone(), temporal.clone()
     for pool in want if tracked else ():
         pool[:, 8] = pool[:, 1]  # now the second request's state contains 64 tokens

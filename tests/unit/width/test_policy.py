@@ -64,7 +64,7 @@ def step_cost(seconds_W: Sequence[float], widths: Sequence[int] = WIDTHS) -> Ste
 
 
 def test_fewer_requests_never_cost_more_than_more() -> None:
-    """The machine was busy while one request was timed, and a wide verify seemed cheap beside a narrow one."""
+    """The machine was busy while one request was timed, and a wide verify seemed cheap compared with a narrow one."""
     cost = StepCost((1, 4), {1: (0.44, 0.59), 2: (0.08, 0.15), 4: (0.13, 0.22)}, alone)
     assert [cost.of(n) for n in (1, 2, 4)] == [[0.08, 0.15], [0.08, 0.15], [0.13, 0.22]]
 
