@@ -1,13 +1,13 @@
 """Accept the longest drafted prefix that equals the target's tokens, and add the target's next token: the bonus.
 
 Shapes: B requests, N tokens per block (slot 0 is the anchor, slots 1..N-1 are drafts).
-Paper: Leviathan et al. 2023 (arXiv:2211.17192), for a draft that proposes each token with certainty.
 Cost: one launch, launch-bound: it reads 2BN tokens and writes BN, a few KiB.
 
 `target_BN[b, i]` is the target's token after slot i, given slots 0..i: an argmax or a sample. A step emits the target's
-tokens up to and including the first that differs from its draft, or all N if none differs. So the output has exactly
-the target's distribution.
-For a draft that proposes one token with certainty, this is equivalent to rejection sampling.
+tokens up to and including the first that differs from the draft in the next slot, or all N if none differs. So the
+output has exactly the target's distribution.
+For a draft that proposes one token with certainty, this is equivalent to rejection sampling (Leviathan et al. 2023,
+arXiv:2211.17192).
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: t
     agrees_BD = tokens_BN[:, 1:] == target_BN[:, :-1]  # D = N-1 drafts
     n_accepted_B1 = agrees_BD.int().cumprod(dim=1).sum(dim=1, keepdim=True)
     slot_N = torch.arange(target_BN.shape[1], device=target_BN.device)
-    # Accepted drafts equal the target's tokens, so the row of `target_BN` already contains them.
+    # Accepted drafts equal the target's tokens, so `target_BN` already contains them.
     committed_BN = target_BN.where(slot_N <= n_accepted_B1, 0)
     anchor_B = target_BN.gather(1, n_accepted_B1).squeeze(1)
     n_accepted_B = n_accepted_B1.squeeze(1)

@@ -6,11 +6,11 @@ Cost: reads 2TLGE values, writes as many. Memory-bound when T is large, launch-b
 
 The draft model's attention computes the K of a block, and this op the K of the block's context. Attention uses both
 together, so this op rounds as the model does: normalise in fp32, round to K's dtype, rotate in fp32, round to K's dtype
-again. A cache of a narrower dtype rounds once more. fp8 caches have scale 1, and larger values saturate.
+again. A cache of a narrower dtype rounds once more. fp8 caches have scale 1, and values beyond 448 saturate.
 
 In a decode step each request has N = T / B rows. Only its first `n_kept_B` rows are read and written. In a prefill
-(`n_kept_B` is None) every row is kept. Kept rows must have positions in 0..P-1 and slots in 0..S-1. This is not
-checked, because a check would wait for the device. If kept rows share a slot (padding rows), any of them may remain.
+(`n_kept_B` is None) every row is kept. Kept rows must have positions in 0..P-1 and KV slots in 0..S-1. This is not
+checked, because a check would wait for the device. If kept rows share a KV slot, as padding rows do, any may remain.
 """
 
 from typing import NamedTuple
@@ -47,8 +47,8 @@ class ContextCaches(NamedTuple):
         """Check the caches and store their addresses. Call `build` again if a cache is reallocated.
 
         Args:
-            k_L, v_L: [S, G, E] per layer, of one dtype and equal strides, on 16-byte boundaries, each slot contiguous.
-                The dtype is in MODEL_DTYPES or fp8_e4m3. View SGLang's uint8 storage of fp8 as fp8_e4m3.
+            k_L, v_L: [S, G, E] per layer, of one dtype and equal strides, at 16-byte boundaries; each KV slot is
+                contiguous. The dtype is in MODEL_DTYPES or fp8_e4m3. View SGLang's uint8 storage of fp8 as fp8_e4m3.
         Raises:
             ValueError: the caches do not meet these conditions.
         """
@@ -118,7 +118,7 @@ def rotated(k_TLGE: torch.Tensor, cos_sin_TR: torch.Tensor) -> torch.Tensor:
 
 
 def scatter(cache_SGE: torch.Tensor, slots_T: torch.Tensor, values_TGE: torch.Tensor) -> None:
-    """Write values [T, G, E] to their slots, int64 [T], in the cache's dtype."""
+    """Write values [T, G, E] to their KV slots, int64 [T], in the cache's dtype."""
     if cache_SGE.dtype == FP8:  # clamped, because some torch versions give NaN instead of saturating
         values_TGE = values_TGE.float().clamp(-FP8_MAX, FP8_MAX)
     cache_SGE[slots_T] = values_TGE.to(cache_SGE.dtype)
@@ -142,7 +142,7 @@ def _append_context_kernel(
     cos_sin,
     k_address,
     v_address,
-    cache,  # the first cache layer, of which only the dtype is used
+    cache,  # the first cache layer; only its dtype is used
     row_stride,
     layer_stride,
     slot_stride,
@@ -220,7 +220,7 @@ def append_context_triton(
     key: KeyTransform,
     n_kept_B: torch.Tensor | None = None,
 ) -> None:
-    """Compute `append_context` by its kernel: one program per row and layer."""
+    """Compute `append_context` by its kernel: one program per packed row and draft layer."""
     T, L, G, E = k_TLGE.shape
     if T == 0:
         return
@@ -267,7 +267,7 @@ def append_context(
     key: KeyTransform,
     n_kept_B: torch.Tensor | None = None,
 ) -> None:
-    """Append T rows to `caches`. T may be 0.
+    """Write K and V of T packed rows to `caches`. T may be 0.
 
     Args:
         k_TLGE, v_TLGE: of one dtype in MODEL_DTYPES and equal strides, G x E contiguous, e.g. views of one projection.

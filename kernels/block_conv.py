@@ -2,7 +2,8 @@
 
     out[t, h] = sum over taps s <= t mod N of (base[s, h] + change[t, s, h // (H / J)]) x[t - s, h]
 
-Shapes: T rows, which are consecutive blocks of N slots; H hidden channels in J contiguous groups of H / J; S taps.
+Shapes: T packed rows, which are consecutive blocks of N slots; H hidden channels in J contiguous groups of H / J; S
+taps.
 Source: DFlash 2, grouped dynamic depthwise convolution around each sublayer of the draft (z-lab and Inco AI 2026,
 SGLang 0.5.23's `models/dflash.py`).
 Cost: one launch, launch-bound in a decode step. It reads TH values of x, TSJ of change and SH of base, and writes TH
@@ -19,7 +20,7 @@ import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 
-BLOCK_H = 512  # number of channels per program; few, so that one request's block occupies most multiprocessors
+BLOCK_H = 512  # channels per program; small enough that the programs of one block occupy most multiprocessors
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,7 +63,7 @@ def _block_conv_kernel(
     row = t.to(tl.int64)
     total = tl.zeros([BLOCK_H], tl.float32)
     for s in tl.static_range(S):
-        here = (h < H) & (s <= t % N)  # channel h is in the row, and slot t - s is in the same block
+        here = (h < H) & (s <= t % N)  # channel h exists, and row t - s is in the same block
         change_H = tl.load(change + row * change_stride + s * J + group, mask=here, other=0).to(tl.float32)
         tap_H = tl.load(base + s * H + h, mask=here, other=0).to(tl.float32) + change_H
         total += tap_H * tl.load(x + (row - s) * H + h, mask=here, other=0).to(tl.float32)
@@ -72,7 +73,7 @@ def _block_conv_kernel(
 def block_conv_triton(
     x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """Compute `block_conv` by its kernel: one program per row and BLOCK_H channels."""
+    """Compute `block_conv` by its kernel: one program per packed row and BLOCK_H channels."""
     (T, H), (S, J) = x_TH.shape, change_TSJ.shape[1:]
     out_TH = torch.empty_like(x_TH)
     if T:

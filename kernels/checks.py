@@ -8,7 +8,7 @@ import torch
 
 
 class Shapes:
-    """Sizes of dimensions, by letter, and the device. The first checked tensor that has a letter sets its size."""
+    """Sizes of dimensions, by letter, and the device. The first checked tensor with a letter sets the letter's size."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}

@@ -7,30 +7,30 @@ For each place d
     tail      = the text, then the anchor, then the first d guesses
     length    = number of tokens of the longest run that ends the tail and also ends a prefix of the text, at most
                 LONGEST; 0 if the run has fewer than SHORTEST tokens
-    source    = length of that prefix, which is the index of the token after the run; the largest if several prefixes
-                end in such a run; -1 if length is 0
+    source    = size of that prefix, which is the index of the text's token after the run; the largest if several
+                prefixes end in such a run; -1 if length is 0
     copy[i]   = tail[source + i mod (len(tail) - source)]     (after the last token of the tail, continue at source)
 
-The block is replaced by a copy from the first place whose match is trusted. Matches are grouped by length into classes
-(`length_class`), and a request trusts a match if the counts `gain` and `n` of the match's class satisfy
+At the first place whose match is trusted, the copy replaces the rest of the block. Matches are grouped by length into
+classes (`length_class`), and a request trusts a match if the counts `gain` and `n` of the match's class satisfy
 
     2 (prior + gain) > 1 + n            prior is 1 if length = LONGEST, else -1
 
-`weigh_copies` counts them for each request and class. `n` is the number of places in earlier steps at which the outcome
-of a copy is known. `gain` is the number of tokens that copies at these places would have committed beyond the guesses.
-One place with gain `prior` is added. So a copy is trusted if copies gain more than half a token on average. If no run
-of SHORTEST tokens recurs, the block is unchanged.
+`weigh_copies` updates both counts, for each request and class. `n` is the number of places in earlier steps at which
+the outcome of a copy is known. `gain` is the number of tokens that copies at these places would have committed beyond
+the guesses. The formula adds one place with gain `prior`. So a copy is trusted if copies gain more than half a token on
+average. If no run of SHORTEST tokens recurs, the block is unchanged.
 
 Shapes: B requests, N slots per block, D = N - 1 drafts per block and also number of places; text table of Q rows of M
 tokens, one row per request that the server can run at once; K classes, with two counts (2) each: gain and n.
 Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup. Copies inside a block are new here.
 Cost: reads each text once per PLACES places, at most 4M bytes per request, and little else: 4.2 MB for 32 requests of
-32k tokens. There are two launches: the first clears 4BN bytes, the second is the kernel. The kernel's time is
-independent of the number of matches.
+32k tokens. There are two launches: the first clears 4BN bytes, the second is the kernel. The kernel's time does not
+depend on the number of matches.
 
-A negative token is a placeholder, e.g. for a part of an image. It matches no token and is not copied: the guess in its
-slot stays. The resulting block is written to the text table after the prefix. So the anchor and the accepted drafts are
-part of the text in the next step.
+A negative token is a placeholder, e.g. for a part of an image. It matches no token and is not copied: the guess stays
+in that slot. The resulting block is written to the text table after the prefix. So the anchor and the accepted drafts
+are part of the text in the next step.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class Texts(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """Blocks whose last guesses are replaced by copies, and the match of every place."""
+    """Blocks whose last guesses may be replaced by copies, and the match of every place."""
 
     tokens_BN: torch.Tensor  # int64, the anchor, `place_B` guesses, then the copy
     place_B: torch.Tensor  # int32, place where the copy begins, 0..D-1; D: nothing is copied
@@ -168,9 +168,10 @@ def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
 
 
 def copied_from(n: int, place: int | np.ndarray, source: int | np.ndarray, N: int) -> np.ndarray:
-    """Return, for each draft of a block, the index in text and block of the token that a copy has there, [..., D].
+    """Return the indices of the tokens that a copy at `place` writes over a block's drafts, [..., D].
 
-    Drafts up to `place` are not copied, so their indices are arbitrary. `weigh_copies` calls this too.
+    An index counts from the text's start and continues in the block. The first `place` drafts are not copied, so their
+    indices have no meaning. `weigh_copies` calls this too.
     """
     ahead = (np.arange(N - 1) - place).clip(0)
     return source + ahead % (n + place + 1 - source)
@@ -191,7 +192,7 @@ def _copy_draft_kernel(
     tokens, prefix_len, rows, text, counts, drafted, place_out, source_out, length_out, found, M, N,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Search tiles of a request's text for matches. The request's last program to finish chooses the copy and writes.
+    """Search tiles of a text for matches. A request's last program to finish also chooses the copy and writes results.
 
     `found` [B, N] is zero before the launch. found[b, d] becomes length << LENGTH_BIT | source of place d's match.
     found[b, N - 1] counts the programs of request b that have finished.
@@ -209,7 +210,7 @@ def _copy_draft_kernel(
     if tl.program_id(1) >= n_searching:
         return
     line, block, best = text + row * M, tokens + b * N, found + b * N
-    last = (tl.program_id(2) + 1) * _PLACES - 1  # slot of the window's last token; slot -1 is the text's last token
+    last = (tl.program_id(2) + 1) * _PLACES - 1  # block slot of the window's last token; -1 would be the text's last
     j = tl.arange(0, _WINDOW)  # [W]
     from_text = tl.load(line + n + last - j, mask=(last < j) & (n + last >= j), other=-1)
     from_block = tl.load(block + last - j, mask=(last >= j) & (last - j < N - 1), other=-1).to(tl.int32)
@@ -234,7 +235,7 @@ def _copy_draft_kernel(
     if tl.atomic_add(best + N - 1, 1) != n_searching * tl.num_programs(2) - 1:
         return
     slot = tl.arange(0, BLOCK_N)  # [N]; place d follows slot d, so `slot` also indexes places
-    # .cg skips the L1 cache, which may not have what other programs have written.
+    # .cg skips the L1 cache, which may lack the results of other programs.
     match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")
     length = match >> _LENGTH_BIT  # [N]
     source = tl.where(length > 0, match & _POSITION, -1)

@@ -25,13 +25,13 @@ from sglang_dflash_kernels.record import record_width
 class Kept(NamedTuple):
     """Number of tokens to keep of each request, and its state slots; int32 or int64.
 
-    All non-negative values in `slot_B` and `track_slot_B` together must differ.
+    No state slot may occur twice, neither within `slot_B` and `track_slot_B` nor across the two.
     """
 
     slot_B: torch.Tensor  # state slot of each request; negative: a padding request, whose state is not changed
     n_B: torch.Tensor  # number of the block's tokens to keep, 0..N; 0 leaves the state unchanged
-    # A request's state after the block's token `track_step` (counted from 0, below n) is also stored in `track_slot`,
-    # if both are non-negative. Both tensors None: no such state is stored.
+    # A request's state after the block's token `track_step` (counted from 0, below n) is also stored in state slot
+    # `track_slot`, if both values are non-negative. Both tensors None: no such state is stored.
     track_slot_B: torch.Tensor | None = None
     track_step_B: torch.Tensor | None = None
 
@@ -112,7 +112,7 @@ def _gdn_fold_kernel(
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # Consecutive programs are tiles of one head. So with four tiles, three find the head's keys in the L2 cache.
+    # Consecutive programs are tiles of one head's state. So with four tiles, three find the keys in the L2 cache.
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     h, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     request, layer = tl.program_id(1), tl.program_id(2)
@@ -164,7 +164,7 @@ def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *
     """Advance the states of B >= 1 requests by the first n tokens of their blocks, in place.
 
     Args:
-        state_LSHVK: fp32, bf16 or fp16. Sums are computed in fp32. Layers and slots may be strided.
+        state_LSHVK: fp32, bf16 or fp16. Sums are computed in fp32. Layers and state slots may be strided.
         record_LRNX: fp32, written by `gdn_verify`; row b belongs to request b of the batch, and N is the number of
             tokens of the verified block.
         kept: number of tokens to keep and state slots of each request.

@@ -15,7 +15,7 @@ are bf16, tensor cores multiply them by the state, which is split into bf16 numb
 products are fp32.
 
 Requests with a negative state slot are padding. Their outputs are zero for any inputs, so that no NaN reaches the
-target. Their rows of the record are not written.
+target's next layers. Their rows of the record are not written.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ INF = tl.constexpr(float("inf"))
 
 
 class Inputs(NamedTuple):
-    """Inputs of the recurrence in one layer. Each row is contiguous. Between rows of q, k, v, a and b may be gaps."""
+    """Inputs of the recurrence in one layer. A token's values are contiguous. Gaps may lie between tokens."""
 
     q_TGK: torch.Tensor  # q, k and v are outputs of the layer's convolution, not normalised
     k_TGK: torch.Tensor
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 def split_record(
     record: torch.Tensor, *, n_value_heads: int, value_width: int, n_key_heads: int, key_width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return views of [..., X]: delta [..., H, V], key [..., G, K], log decay since the block's start [..., H]."""
+    """Split `record` [..., X] into views: delta [..., H, V], key [..., G, K], log decay since block start [..., H]."""
     delta, key, total = record.split([n_value_heads * value_width, n_key_heads * key_width, n_value_heads], dim=-1)
     return delta.unflatten(-1, (n_value_heads, value_width)), key.unflatten(-1, (n_key_heads, key_width)), total
 
@@ -274,9 +274,9 @@ def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record
 
     Args:
         x: inputs of the layer, each fp32, bf16 or fp16.
-        state_SHVK: fp32, bf16 or fp16, not changed. Slots may be strided.
+        state_SHVK: fp32, bf16 or fp16, not changed. State slots may be strided.
         slot_B: int32 or int64, state slot of each request; negative: padding.
-        record_RNX: fp32, written; R >= B, N >= T / B. Rows may be strided.
+        record_RNX: fp32, written; R >= B, and its N is at least T / B. Rows may be strided.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

@@ -39,7 +39,7 @@ def additive(counts_PNV: torch.Tensor, n_output_PN: torch.Tensor, asked: Asked) 
     """Return the values to add to logits, float32 [P, N, V].
 
     Args:
-        counts_PNV: int32, number of occurrences of each token, up to and including each slot.
+        counts_PNV: int32 or int64, number of occurrences of each token, up to and including each slot.
         n_output_PN: int64, number of output tokens up to and including each slot.
         asked: parameters.
     """
@@ -139,7 +139,7 @@ def penalise_(
     """Penalise `logits_BNV` in place.
 
     Args:
-        logits_BNV: float32, bfloat16 or float16. Rows may be strided, as with a padded vocabulary.
+        logits_BNV: float32, bfloat16 or float16. Strides between slots may exceed V, as with a padded vocabulary.
         tokens_BN: int64, anchor and drafts.
         n_output_P: int64, number of output tokens up to and including the anchor.
         counts_RV: int32, number of occurrences of each token in the output, anchor included.

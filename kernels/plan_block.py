@@ -2,11 +2,11 @@
 
 Shapes: B requests, N tokens per block (slot 0 is the anchor, slots 1..N-1 are mask tokens). SGLang's request-to-token
 table has Q rows of M KV slots, one row per request that the server can run at once.
-Cost: one launch, launch-bound: it reads BN slots and writes 3BN values, a few KiB.
+Cost: one launch, launch-bound: it reads BN KV slots and writes 3BN values, a few KiB.
 
 The anchor is committed, but its K and V are not computed yet. Its position is the first after the prefix: prefix_len.
 The scheduler reserves KV slots for the whole block before the step. Positions past the end of a table row (M and above)
-get KV slot 0, the padding slot, whose content is never read. `req_pool_indices_B` must be rows of the table, which is
+get KV slot 0, the padding slot, whose content is never read. Values of `req_pool_indices_B` must be in 0..Q-1. This is
 not checked.
 """
 
@@ -24,7 +24,7 @@ class PlannedBlock(NamedTuple):
     """Tokens, positions and KV slots of each request's block."""
 
     tokens_BN: torch.Tensor  # int64, the anchor, then mask tokens
-    positions_BN: torch.Tensor  # int64, prefix_len + slot
+    positions_BN: torch.Tensor  # int64, prefix_len + index in the block
     slots_BN: torch.Tensor  # int64, the KV slot of each position
 
 

@@ -13,8 +13,9 @@ Cost: one launch, latency-bound because of D dependent steps. It reads BD(K + 1)
 the query: 1.1 MB for 8 requests, 15 drafts of 16 candidates and rank 256 in bf16.
 
 This greedy walk reads one row of `pred` per slot, the row of the previous token. SGLang's walk may sample, so it scores
-all K x K pairs of candidates of adjacent slots. It reads DKR values of `pred` instead of DR, writes DKK scores in fp32
-and reads DK of them. At the sizes above, this kernel saves 115 kB of `pred` and 16 kB of scores per request.
+all K x K pairs of candidates of adjacent slots. SGLang reads DKR values of `pred` instead of DR, writes DKK scores in
+fp32 and reads DK of these scores. At the sizes above, this kernel saves 115 kB of `pred` and 16 kB of scores per
+request.
 """
 
 import torch
@@ -57,7 +58,7 @@ def select_path_torch(
     predecessor_VR: torch.Tensor,
     successor_VR: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `select_path` for all requests at once. The successor rows of all slots are read in advance."""
+    """Compute `select_path` for all requests at once. The rows of `succ` for all slots are read in advance."""
     B, D, _ = candidates_BDK.shape
     drafts_BD = torch.empty((B, D), dtype=torch.int64, device=candidates_BDK.device)
     after_BDKR, query_BDR = successor_VR[candidates_BDK].float(), query_BDR.float()

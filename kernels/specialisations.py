@@ -35,8 +35,8 @@ class Server(NamedTuple):
     batch_sizes: Iterable[int]  # possible numbers of requests in a step, padding requests included
     n_value_heads: int  # number of value heads per recurrent layer and rank; 0: gdn_verify and gdn_fold are not used
     value_width: int
-    tracks: bool  # steps pass a track index, because recurrent states are saved at multiples of the track interval
-    conv_taps: int = 0  # number of taps of the draft's convolution; 0: the draft has no convolution
+    tracks: bool  # steps pass track slots, because recurrent states are saved at multiples of SGLang's track interval
+    conv_taps: int = 0  # number of taps of the draft's convolutions; 0: the draft has no convolution
     selector_top_k: int = 0  # candidates per slot of the draft's selector; 0: the draft has no selector
     copies: bool = False  # the server makes n-gram copies
 
@@ -62,13 +62,13 @@ def append_context(*, n_kept: bool) -> Hashable:
 
 
 def gdn_verify(n_requests: int, n_tokens: int, n_value_heads: int, value_width: int) -> Hashable:
-    """Return the key: the padded number of tokens per block, and `geometry` of the launch."""
+    """Return the key: the padded number of tokens per block, then state rows and warps per program (`geometry`)."""
     block_v = max(SMALLEST, triton.next_power_of_2(value_width))
     return max(SMALLEST, triton.next_power_of_2(n_tokens)), *geometry(n_requests * n_value_heads, block_v)
 
 
 def gdn_fold(*, tracked: bool) -> Hashable:
-    """Return the key. `tracked`: the launch has track slots (`gdn_fold.Kept`)."""
+    """Return the key. `tracked`: the launch has track slots, as described in `gdn_fold.Kept`."""
     return "tracked" if tracked else "untracked"
 
 

@@ -11,7 +11,7 @@ copy is unknown. The committed tokens show which drafts would have been accepted
 Both own and worth are at most N - 1, and at most the number of committed tokens, bonus included. When n exceeds MEMORY,
 both counts of the class are halved and rounded down, so that recent steps weigh more.
 
-`totals` has two counts over all requests for each class, for monitoring: the number of blocks with a copy, and the
+`totals_K2` has two counts over all requests for each class, for monitoring: the number of blocks with a copy, and the
 number of accepted copied drafts.
 
 Shapes: as in `copy_draft`.

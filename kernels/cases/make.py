@@ -17,7 +17,7 @@ from sglang_dflash_kernels.record import record_width
 from sglang_dflash_kernels.select_path import select_path, select_path_ref
 from sglang_dflash_kernels.weigh_copies import weigh_copies, weigh_copies_ref
 
-PERIOD = 61  # a text repeats itself after so many tokens, so places before the first wrong guess have longest matches
+PERIOD = 61  # tokens after which a text repeats; so places before the first wrong guess have matches of LONGEST tokens
 
 
 def plan_block_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
@@ -41,7 +41,7 @@ def plan_block_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 def accept_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
     tokens_BN = torch.randint(sizes.n_vocab, (B, N), device=device)
     target_BN = tokens_BN.roll(-1, dims=1)
-    target_BN[torch.arange(B), torch.randint(N, (B,))] = -1  # one rejection in each row
+    target_BN[torch.arange(B), torch.randint(N, (B,))] = -1  # rejects the next slot's draft; the last slot has none
     args = tokens_BN, target_BN, torch.randint(sizes.n_positions, (B,), device=device)
 
     def launch() -> tuple[torch.Tensor, ...]:
@@ -75,7 +75,7 @@ def penalise_case(B: int, N: int, V: int, device: str) -> Case:
 
 
 def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: int | None = None) -> Case:
-    """Create a case of a prefill of `n_rows` rows. If B is given, of a step in which B requests keep some rows."""
+    """Create the case of a prefill of `n_rows` tokens; with B, of a decode step whose B requests keep some of them."""
     device = caches.k_L[0].device
     L, G, E = sizes.n_layers, sizes.n_heads, sizes.head_dim
     kv_TL2GE = torch.randn(n_rows, L, 2, G, E, device=device).to(sizes.dtype)
@@ -174,7 +174,7 @@ def block_conv_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 
 
 def select_path_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
-    """Create a case with small integers. Sums are exact, so drafts must equal the definition's even on ties."""
+    """Create a case with values -1, 0 and 1. Sums are exact, so drafts must equal the definition's even on ties."""
     (_, _, _, K, R), V, D = sizes.second, sizes.n_vocab, N - 1
 
     def values(*size: int) -> torch.Tensor:
@@ -196,7 +196,7 @@ def select_path_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 
 
 def copy_cases(B: int, N: int, sizes: Sizes, device: str) -> list[Case]:
-    """Create cases of `copy_draft` and `weigh_copies` with texts of four fifths of the positions (32,768 of 40,960).
+    """Create cases of `copy_draft` and `weigh_copies`. Texts fill four fifths of the positions (32,768 of 40,960).
 
     Repeated launches write the same tokens.
     """

@@ -1,4 +1,4 @@
-"""Types of a kernel's case and of its sizes. Two sets of sizes. Comparisons of results with those of definitions."""
+"""Types of a kernel's case and of its sizes, two sets of sizes, and comparisons of a result with its definition."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,9 +47,9 @@ class Sizes:
     Attributes:
         recurrent: sizes of the target's recurrent layers.
         second: sizes of DFlash 2.
-        n_layers, n_heads, head_dim: number of draft layers, and of KV heads per layer; width of a head.
+        n_layers, n_heads, head_dim: number of draft layers, number of KV heads per layer, and width of a head.
         n_slots: number of KV slots.
-        n_positions: number of positions of a request.
+        n_positions: largest number of positions of a request.
         n_vocab: number of tokens in the vocabulary.
         batches: numbers of requests in a step.
         blocks: numbers of tokens per block.

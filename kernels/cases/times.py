@@ -2,7 +2,7 @@
 
 A round launches the plain copy and each case once, so that clock changes and other users of the GPU disturb all of them
 alike. Results are medians over rounds. CUDA events time a launch after an overwrite of 1 GiB. The overwrite empties the
-L2 cache and keeps the device busy until the launch is queued, so the time excludes the host's.
+L2 cache and keeps the device busy until the launch is queued, so the time excludes host time.
 """
 
 import statistics

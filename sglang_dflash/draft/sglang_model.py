@@ -206,8 +206,6 @@ class DFlashDraftModel(nn.Module):
         """Return the number of tokens before the current one in sliding windows; None without sliding layers."""
         return self.config.sliding_window - 1 if "sliding_attention" in self.config.layer_types else None
 
-    # -- after loading --------------------------------------------------------------------------------------------
-
     def attach(self, ends: TargetEnds, max_position: int) -> None:
         """Store the target's embedding and head, and stack the weights that `context_kv` uses over all layers.
 
@@ -235,17 +233,20 @@ class DFlashDraftModel(nn.Module):
     def attentions(self) -> list[DraftAttention]:
         return [cast(DraftLayer, layer).self_attn for layer in self.layers]
 
-    # -- forward and context K/V ----------------------------------------------------------------------------------
-
     @torch.no_grad()
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        n_filled: int | None = None,
     ) -> LogitsProcessorOutput:
         """Replace the mask tokens of the blocks by drafts.
 
         Args:
             input_ids: int64 [B * N], for each block its anchor and N - 1 mask tokens.
             positions: int64 [B * N].
+            n_filled: number of slots of each block to return; None: all. SGLang's graph runner needs all.
         Returns:
             SGLang's output type, whose `hidden_states` are the tokens, int64 [B * N]: the anchors and the drafts.
             SGLang's graph runner returns one row of this field per input token.
@@ -254,7 +255,8 @@ class DFlashDraftModel(nn.Module):
         for layer in self.layers:
             hidden_TH, residual_TH = layer(positions, hidden_TH, residual_TH, forward_batch)
         hidden_TH, _ = self.norm(hidden_TH, residual_TH)
-        tokens_BN = filled(hidden_TH, input_ids.view(forward_batch.batch_size, -1), self.candidate_selector, self.ends)
+        blocks_BN = input_ids.view(forward_batch.batch_size, -1)
+        tokens_BN = filled(hidden_TH, blocks_BN, self.candidate_selector, self.ends, n_filled)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=tokens_BN.view(-1))
 
     def context_kv(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from sglang_dflash.tiny.workloads import answered_conversations, held_out
 STEPS_WITHIN = 0.1  # relative tolerance of the acceptance length on a GPU, because rounding differs
 BYTES_WITHIN = 0.02  # relative tolerance of pool sizes, because of alignment and a page of padding
 FP32 = 4  # bytes
-SIZE = ("requests", "width")  # keys in a probe's row: batch size and verify width
+SIZE = ("requests", "width")  # keys in an entry of the probe's `steps`: batch size and verify width
 STAGES = {"step", "plan", "draft", "copy", "verify", "choose", "accept", "commit", "append"}
 
 

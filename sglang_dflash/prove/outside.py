@@ -1,4 +1,4 @@
-"""Checks of servers through HTTP only: without speculation, with SGLang's DFLASH worker and with this plugin's."""
+"""Checks of servers through HTTP only: without speculation, with SGLang's DFLASH worker, and with this plugin's."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from sglang_dflash.tiny.pairs import ARMS, Arm
 
 TEMPERATURE = 2.0  # at 1 the tiny pair is nearly certain of most tokens
 N_DRAWS, N_DRAWS_EMULATED, DRAWN_AT_ONCE = 1200, 400, 8
-N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5  # tokens of an answer; the median is over 1 + N_ONE_TOKEN_ROUNDS answers
+N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5  # tokens per answer; the median is over 1 + N_ONE_TOKEN_ROUNDS answers
 ONE_TOKEN_WITHIN = 1.1  # bound of (time per token at width 1) / (time per token without speculation)
 SPEED_AT, SPEED_AT_EMULATED = (1, 8, 16, 32), (1, 4)  # concurrencies
 
@@ -27,7 +27,7 @@ Answers = Mapping[int, list[list[int]]]  # token ids by concurrency
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize `parity` by attention backends and page sizes of this machine."""
+    """Parametrize `check_parity` by attention backends and page sizes of this machine."""
     if "attention" in metafunc.fixturenames:
         place, proves = (
             metafunc.config.stash[RUN].place,

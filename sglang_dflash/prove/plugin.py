@@ -14,7 +14,7 @@ import pytest
 from sglang_dflash.prove.machine import Place
 
 LEAST_S = 20.0  # seconds; no check starts with less time left
-GRACE_S = 5.0  # seconds for pytest-timeout to end a check; then faulthandler ends the process, even in native code
+GRACE_S = 5.0  # seconds after the limit; then faulthandler ends the process, even if native code blocks pytest-timeout
 
 
 class Check(NamedTuple):
@@ -61,7 +61,7 @@ def facts_of(item: pytest.Item) -> Check:
 
 
 def server_of(nodeid: str) -> str:
-    """Return the file and parameters of a check; "" if it has none. Checks for which they are equal share a server."""
+    """Return a check's file and parameters; "" for a check without parameters. Checks with equal values share a server."""
     file, _, function = nodeid.partition("::")
     return file + function[function.index("[") :] if "[" in function else ""
 

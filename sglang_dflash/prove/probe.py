@@ -5,8 +5,8 @@ batch of n - 1 requests mostly needs padding. Then the probe records every serve
 record under `dflash.probe`:
 
     captured      batch sizes of the dummy steps
-    steps         numbers of tokens that changed while the target read them, and of non-finite logits and features
-    padding_slot  numbers of non-finite values in the KV slot that padded rows write to
+    steps         per size: numbers of tokens that changed while the target read them, of non-finite logits and features
+    padding_slot  numbers of non-finite values in the KV slot that padding rows write to
     stages        median milliseconds of each stage, on the host and between two events on the device
     bytes         sizes of the pools
 """
@@ -35,7 +35,7 @@ from sglang_dflash.step import Plan, Target
 from sglang_dflash.worker import DFlashWorker, Publish
 
 KEPT = 512  # number of latest times kept per stage and size
-PADDING_SLOT = 0  # slot of the KV pools that padded rows write to
+PADDING_SLOT = 0  # KV slot that padding rows write to
 
 Size = tuple[int, int]  # requests, width
 
@@ -46,9 +46,9 @@ class Seen:
 
     steps: int = 0  # number of steps
     served: int = 0  # number of steps with real requests, among `steps`
-    padded: int = 0  # number of padded rows in all steps
+    padded: int = 0  # number of padding token rows in all steps
     # int64 [3] on the device: number of verified tokens that changed while the target ran, of non-finite values in
-    # padded rows, and of non-finite values in requests' rows.
+    # padding rows, and of non-finite values in requests' rows.
     counts: Any = 0
 
     def describe(self) -> dict[str, int]:
@@ -85,7 +85,7 @@ class Probe:
         self.device = torch.device(worker.device)
         self.has_gpu = self.device.type != "cpu"
         self.seen = defaultdict[Size, Seen](Seen)
-        self.raw: Any = None  # output of the step's replay, including padded rows; None without a replay
+        self.raw: Any = None  # output of the step's replay, including padding rows; None without a replay
         self.times = StageClock(worker.device if self.has_gpu else None)
         self.size: Size = (0, 0)
         self.tokens = self.copy = torch.empty(0)
@@ -188,7 +188,7 @@ class Probe:
         }
 
     def bytes(self) -> dict[str, Any]:
-        """Return this rank's pool sizes and memory: bytes, except for numbers of tokens, requests, states and rows."""
+        """Return this rank's pool sizes and memory in bytes; tokens, page size, requests, states and rows as numbers."""
         sizes = {
             "target_tokens": int(self.target.max_total_num_tokens),
             "target_kv": kv_bytes(self.target),

@@ -19,7 +19,7 @@ from sglang_dflash.servers.document import head, inherited, portable
 PR_SET_CHILD_SUBREAPER = 36
 KILL_S = 25.0  # seconds to wait for killed processes to end
 SHOWN = {"passed": "yes", "failed": "**no**", "timed out": "**no**: timed out", "skipped": "–"}
-CRASHED = "???"  # xdist's value of `when`
+CRASHED = "???"  # value of `when` in xdist's report of a crashed process
 
 
 def adopt_orphans() -> None:
@@ -136,7 +136,7 @@ def text_of(report: pytest.TestReport) -> str:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Return a Markdown table with a line per check; column `level` is the level of proof."""
+    """Return a Markdown table with a line per check. Column `level`: G, seen on a GPU; R, seen on an emulated GPU."""
     name = document["gpu"]["name"] if document["gpu"] else document["device"]
     lines = ["| check | what it proves | holds | level | found | expected |", "|---|---|---|---|---|---|"]
     for row in document["results"]:

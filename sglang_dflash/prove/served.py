@@ -145,7 +145,7 @@ def likeliest_of(server: Server) -> Likeliest:
 
 
 def histogram(answer: Generation) -> dict[int, int]:
-    """Return how many of an answer's decode steps accepted 0, 1, 2, ... drafts."""
+    """Return the number of an answer's decode steps by number of accepted drafts."""
     return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
 
 

@@ -1,7 +1,7 @@
 """GPU emulation on a CPU (rehearsal): a GPU server's code paths, run on a CPU.
 
 `SGLANG_DFLASH_REHEARSE=sm90` (or `sm100`) selects this platform instead of the CPU platform. SGLang's own graph runners
-then capture and replay the target's verify, the draft and every width. SGLang's own attention backends (fa3, fa4,
+then capture and replay the draft, and the target's verify at every width. SGLang's own attention backends (fa3, fa4,
 flashinfer, triton, trtllm_mha) plan and run. Triton kernels without a torch form run in Triton's interpreter.
 
 Options follow the GPU, as in `sm90,kernels,streams`. With `kernels` all Triton kernels of this plugin run in the
@@ -13,8 +13,8 @@ interpreter too. With `streams` CUDA's streams are emulated. The emulation is ex
     cost              limits of a captured forward: reads of each weight, and number of launches
     launches          limits of a decode step's launches; a replay is one launch
     host              marks of host tensors, and checks of the host's reads
-    streams           order between streams
-    watch             checks that accesses to memory are ordered
+    streams           streams and events, and the check that accesses to memory are ordered
+    watch             recorder of accesses to memory
     branches          streams inside a captured forward
     operands          tensors that an operation reads and writes
     overlap           replacements where SGLang orders streams only on CUDA

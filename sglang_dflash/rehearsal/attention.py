@@ -2,7 +2,7 @@
 
 `attend` is the definition. This module has FlashAttention's two entry points as SGLang calls them. `flashinfer.py` and
 `trtllm.py` have the entry points of FlashInfer and TensorRT-LLM. Entry points check the kernels' requirements on
-metadata, and fill rows that belong to no request with NaN.
+metadata. Here and in `trtllm.py` they fill output rows that belong to no request with NaN.
 
 Dimension key: B requests, T packed queries, A query heads, G KV heads, E head width of q and k, F head width of v, N
 queries and L keys of a request, P columns of the page table.
@@ -141,7 +141,7 @@ def flash_attn_with_kvcache(
     ver: int = 3,
     **others: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Emulate FlashAttention 3 and 4 over a paged cache; returns [T, A, F].
+    """Emulate FlashAttention 3 and 4 over a paged cache; returns [T, A, F], and log-sum-exps [A, T] if requested.
 
     `q` is [T, A, E], the caches [pages, page size, G, E] and [pages, page size, G, F]. The product of `qv` [T, A, F]
     (latent attention) with the values is added to the scores.

@@ -3,8 +3,8 @@
 A capture begins on one stream, the origin. Another stream takes part in the capture once it has waited for a stream
 that takes part. The origin must wait for every other stream before the capture ends. If two streams use the same
 memory, such waits must order their launches, because a replay keeps no other order. A block of the graphs' pool belongs
-to one stream. So a freed block is reused only by a launch of this stream. The launch must come after the last use of
-the block by every other stream.
+to one stream. So a freed block is reused only by a launch of this stream. The launch must be ordered after the last use
+of the block by every other stream.
 
 A replay is one launch on one stream, so the order inside a graph is checked only at capture.
 """
@@ -114,7 +114,7 @@ class BranchedTape(Tape):
         return stream is self.origin or stream.clock.get(self.origin, 0) >= self.began
 
     def memories(self, tensor: torch.Tensor) -> list[Memory]:
-        """Return the records of all memory that overlaps with the tensor's memory."""
+        """Return the records of all memory that overlaps with the tensor's memory; none for a host tensor."""
         if host.is_marked(tensor):
             return []
         if not self.pool.owns(tensor):

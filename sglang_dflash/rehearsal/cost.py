@@ -114,7 +114,7 @@ def spans() -> dict[int, list[Span]]:
 
 
 def reads_of(operand: torch.Tensor, candidates: Iterable[Span]) -> Iterator[tuple[str, float]]:
-    """Yield each parameter that `operand` overlaps, and the number of times that reading `operand` reads it."""
+    """Yield each parameter that `operand` overlaps, and the number of times (or fraction) that `operand` reads it."""
     begin, end = ends(operand)
     for span in candidates:
         common = min(end, span.end) - max(begin, span.begin)

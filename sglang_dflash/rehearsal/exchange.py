@@ -55,6 +55,6 @@ def report_steps(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def steps_in(log: str) -> list[dict[str, int]]:
-    """Parse a log. Returns one dict per step and rank: the number of verified rows, and the elements by operation."""
+    """Parse a log. Returns a dict per step and rank: number of verified tokens (`rows`), and elements by operation."""
     # Ranks print at the same time, so one line may have the texts of two ranks.
     return [json.loads(found) for found in re.findall(STEP_LINE + r"(\{.*?\})", log)]

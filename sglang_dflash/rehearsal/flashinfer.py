@@ -183,7 +183,7 @@ def _write(result: tuple[torch.Tensor, torch.Tensor], rows: slice, out: torch.Te
 
 
 def batch_prefill_module(backend: str, *args: Any) -> Module:
-    """Return the module for FlashInfer's arguments; `args[7]`: window, `args[8]`: soft cap."""
+    """Return the module for FlashInfer's arguments. `args[7]`: has a window; `args[8]`: has a soft cap."""
     return Module(window=args[7], softcap=args[8])
 
 

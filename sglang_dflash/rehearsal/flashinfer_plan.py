@@ -2,8 +2,8 @@
 
 The host writes a plan into the wrapper's integer workspace, from which the kernel reads it. So a replay uses the plan
 of its own step, not the plan of the capture. The kernel splits and merges a request's keys by the planned length, but
-counts partial results by the length on the device. If the lengths differ, partial results of different rows are mixed
-(scheduler.cuh, prefill.cuh). So every launch that reads a plan compares the two lengths.
+counts partial results by the length on the device. If the lengths differ, partial results of different queries are
+mixed (scheduler.cuh, prefill.cuh). So every launch that reads a plan compares the two lengths.
 
 Dimension key: as in `attention.py`.
 """
@@ -30,9 +30,9 @@ class Planned(NamedTuple):
     n_pages_B: list[int]  # for packed keys without pages, numbers of keys
 
     def write(self, int_workspace: torch.Tensor) -> list[int]:
-        """Write the plan into device memory, and return its host part, [number of requests].
+        """Write the plan into device memory, and return its host part, the list `[number of requests]`.
 
-        A captured graph keeps the host part of its capture, and reads only device memory again.
+        A captured graph keeps the host part from its capture. A replay reads only device memory again.
         """
         assert not graph.is_capturing(), "a plan reads lengths back, which waits for the device"
         numbers = torch.tensor([*self.first_query_B1, *self.n_pages_B], dtype=torch.int32)
@@ -49,14 +49,14 @@ class Planned(NamedTuple):
         """Yield the index of each request that has queries, and the rows of its queries.
 
         Raises:
-            AssertionError: the lengths on the device differ from the planned lengths, except in a padded row.
+            AssertionError: the lengths on the device differ from the planned lengths, except for padding requests.
         """
         starts, n_pages_B = first_query_B1.tolist(), first_page_B1.diff().tolist()
         assert starts == self.first_query_B1, f"queries start at {starts}, planned {self.first_query_B1}"
         assert len(n_pages_B) == len(self.n_pages_B), f"{len(n_pages_B)} requests, planned {len(self.n_pages_B)}"
         for b, (n_pages, planned) in enumerate(zip(n_pages_B, self.n_pages_B, strict=True)):
             n_queries = starts[b + 1] - starts[b]
-            # A graph's padded row is planned with a wrong length. Its few keys are not split, so this does no harm.
+            # A graph's padding request is planned with a wrong length. Its few keys are not split, so this is harmless.
             is_padding = planned <= n_queries and n_pages <= CHUNK
             assert n_pages == planned or is_padding, (
                 f"request {b} has {n_pages} pages of keys on the device and was planned with {planned} on the host: "

@@ -9,8 +9,8 @@ whose result's shape depends on device data, and the creation of tensors from ho
 
 Replay runs the nodes in order, and writes their results to fixed addresses in `pool.py`'s memory.
 
-Unlike on a GPU, the operations of a capture are also executed. So a capture writes the K/V of the padding slots, and
-other buffers.
+Unlike on a GPU, the operations of a capture are also executed. So a capture writes K/V to the padding KV slot, and
+writes other buffers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Graph:
 
 
 def _in_order() -> None:
-    """Check that this replay is ordered after the last replay. This is required because all graphs share memory.
+    """Check that this replay is ordered after the previous replay, because all graphs share memory.
 
     Raises:
         UnorderedAccess: the two replays run on different streams, and no event orders them.
@@ -170,7 +170,7 @@ def pool() -> Pool:
 
 
 def addresses(tree: Any) -> Any:
-    """Return the tree with tensors of the pool replaced by tensors that do not own their block (`Pool.address`)."""
+    """Return `tree` with each tensor in the pool replaced by one that does not own its block (`Pool.address`)."""
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: _pool.address(tensor) if tensor.numel() and _pool.owns(tensor) else tensor, tree
     )

@@ -7,9 +7,9 @@ Host tensors are:
 - results that the host computes from host tensors during capture
 - with the option `streams`, more tensors (`watch.py`, `overlap.py`)
 
-All other tensors are device tensors. During capture the host may read only host tensors, and of these a device
-operation may read only scalars. On a GPU a larger host tensor would raise an error, or be copied only at capture. Then
-replays would read old values.
+All other tensors are device tensors. During capture the host may read only host tensors. A device operation may read a
+host tensor only if it is a scalar. On a GPU a larger host tensor would raise an error, or be copied only at capture.
+Then replays would read old values.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def allowed(*, ring: bool, planned: Collection[str] = ()) -> dict[str, int]:
 
 
 def require(step: Counter[str], allowed: Mapping[str, int]) -> None:
-    """Raise OverBudget for a step that launches more than `allowed`."""
+    """Update `most`. Raise OverBudget if a stage of the step has more launches than `allowed`."""
     for stage, n in step.items():
         most[stage] = max(most[stage], n)
     if over := [f"{stage} {n} (at most {allowed[stage]})" for stage, n in step.items() if n > allowed[stage]]:
@@ -130,7 +130,7 @@ def require(step: Counter[str], allowed: Mapping[str, int]) -> None:
 
 
 def with_launches(describe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Wrap a worker's `describe` so that `GET /server_info` has the largest launch count of each stage."""
+    """Wrap a worker's `describe` so that `GET /server_info` also returns `most`, as `launches`."""
 
     @functools.wraps(describe)
     def describe_with_launches() -> dict[str, Any]:

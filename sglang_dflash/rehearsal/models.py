@@ -1,6 +1,6 @@
 """Replacements for layers that SGLang computes with GPU-only kernels, or on the host. Few model families use each.
 
-`layers` installs them after a model is loaded, when SGLang's models are imported.
+`layers` installs the replacements after a model is loaded, because SGLang's models are imported only then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 
 def before_loading() -> None:
-    """Set `torch.cpu` as the default device module of every build of PyTorch. Qwen3-Next creates its norms on it."""
+    """Set `torch.cpu` as the default device module of each PyTorch build. Qwen3-Next creates norms on its device."""
     get_device_module = torch.get_device_module
 
     def default_here(device: torch.device | str | None = None) -> ModuleType:
@@ -58,7 +58,7 @@ def _weigh_norms(model: torch.nn.Module) -> None:
 
 
 def experts() -> Any:
-    """Return SGLang's plain torch form of MoE experts as one launch, because it reads the routing on the host.
+    """Return SGLang's plain torch form of MoE experts as one launch, because this form reads the routing on the host.
 
     Weights for `triton_kernels` (gpt-oss) have their last two dimensions exchanged.
     """

@@ -52,7 +52,7 @@ def scheduler() -> None:
     event = "model_executor.runner.decode_cuda_graph_runner.make_external_event"
     install.put({event: lambda device_module: graph.EventInGraph()}, _SRT)
 
-    # SGLang's torch forms of kernels, used on other devices than CUDA. They read device memory, so each is one launch.
+    # Torch forms that SGLang uses instead of CUDA kernels. They read device memory, so each is one launch.
     _launch("model_executor.forward_batch_info.compute_position_torch")
     _launch("mem_cache.allocation.write_cache_indices")
     _mark_host_buffers()
@@ -75,7 +75,7 @@ def scheduler() -> None:
 
 
 def _mark_host_buffers() -> None:
-    """Mark SGLang's static host buffers. Their names identify them, because device buffers are on "cpu" too."""
+    """Mark SGLang's static host buffers at every fill. Their names identify them: device buffers are on "cpu" too."""
     from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry as Registry
 
     fill = Registry.fill_from

@@ -57,9 +57,9 @@ class Pool:
         return from_numpy(block).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def span(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the first address of a tensor's block, and the address after its last.
+        """Return the address of the first byte of a tensor's block, and the address after the block's last byte.
 
-        A tensor from `address` owns no block. For it the result is the range of the tensor's own elements.
+        A tensor from `address` owns no block. For such a tensor the result is the range of its own elements.
         """
         storage = tensor.untyped_storage()
         if storage.data_ptr() != self._base or storage.nbytes() != self._memory.nbytes:

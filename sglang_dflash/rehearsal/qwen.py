@@ -78,7 +78,7 @@ def models() -> None:
             "_GDN_FUSED_QKVZBA_RATIOS": (1, 2, 3, 4),
             "fused_qk_gemma_rmsnorm_rope_gate": graph.launch(qk_norm_rope_gate),
         },
-        # At the end of a prefill graph's segment, this module queries the CUDA runtime for streams to wait for.
+        # At the end of a prefill graph's segment, `breakable` queries the CUDA runtime for streams to wait for.
         breakable: {"_is_stream_capturing": graph.takes_part},
         fused: {_CAN_USE: on_cuda(vars(fused)[_CAN_USE])},
     }
@@ -133,10 +133,11 @@ def qk_norm_rope_gate(
     """Normalise the heads of Q and K (Gemma's norm: 1 + weight) and rotate their first dimensions, neox halves.
 
     Args:
-        q_gate: [T, q E], or if `has_gate` [T, 2 q E] with each head's gate after the head.
-        k: [T, k E].
+        q_gate: [T, q E] for q heads of width E, or if `has_gate` [T, 2 q E] with each head's gate after the head.
+        k: [T, k E] for k heads.
         cos_sin_cache: [positions, rotary_dim], cosines first.
-        positions: int [T]; [3, T] with `mrope_axis_map`, int [rotary_dim / 2], the axis of each rotated pair.
+        positions: int [T], or [3, T] (three axes) with `mrope_axis_map`.
+        mrope_axis_map: int [rotary_dim / 2], the axis whose position rotates each pair.
     Returns:
         Q [T, q E], K [T, k E] and the gates [T, q, E] or None, in new memory.
     """

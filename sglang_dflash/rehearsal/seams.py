@@ -34,10 +34,10 @@ def device() -> None:
 
 
 def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the CPU platform's stand-ins. A call of a kernel's stand-in counts as one launch.
+    """Return the CPU platform's stand-ins, by dotted name, wrapped so that each call of a kernel is one launch.
 
-    The stand-ins of `Tensor.cpu` and `Tensor.pin_memory` mark host tensors. Triton kernels and this plugin's operations
-    also become launches.
+    The stand-ins of `Tensor.cpu` and `Tensor.pin_memory` mark host tensors. Interpreted Triton kernels and the ops of
+    `sglang_dflash_kernels` become launches too.
     """
     launches = {
         name: graph.launch(stand_in) if isfunction(stand_in) and not name.startswith("torch.") else stand_in
@@ -47,7 +47,7 @@ def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
 
     GridExecutor.__call__ = graph.launch(GridExecutor.__call__)  # every interpreted Triton kernel is one launch
     interpreted = flags.current().rehearse.kernels
-    # Each op of this package is one launch, of its kernel in the interpreter or of its torch form for the CPU.
+    # Each op of `sglang_dflash_kernels` is one launch: its kernel in the interpreter, or its form for the CPU.
     override(lambda forms: forms.on_gpu if interpreted else graph.launch(forms.on_cpu))
     return launches | {"torch.Tensor.pin_memory": _pin_memory, "torch.Tensor.cpu": _cpu}
 
@@ -77,7 +77,7 @@ def graphs() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.runtime_context import get_exec
 
-    # This function uses the default device module, which is torch.cuda in a CUDA build of PyTorch.
+    # SGLang's function uses the default device module, which is torch.cuda in a CUDA build of PyTorch.
     install.put({"sglang.srt.distributed.parallel_state.get_current_device_stream_fast": torch.cpu.current_stream})
     ForwardBatch.__init__ = _marking_lengths(ForwardBatch.__init__)  # type: ignore[method-assign]
     # On "cpu" SGLang's runner reads `is_cpu_graph`, which is true only for decode. `is_cuda_graph` includes verify.
@@ -111,7 +111,7 @@ def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def attention() -> None:
-    """Replace the kernels of attention backends by definitions."""
+    """Replace the kernels of attention backends by torch definitions (`attention`, `flashinfer`, `trtllm`)."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     launches = {

@@ -1,13 +1,13 @@
 """Streams without a device: operations run immediately, and are recorded as if they might still be running.
 
-Streams and the host are actors. Each actor has a vector clock: the part of every other actor's work that is known to be
-finished. A launch comes after the host's earlier actions. `wait_stream`, `wait_event` and waits of the host join
+Streams and the host are actors. Each actor has a vector clock: the part of every other actor's work that is certainly
+finished. A launch is ordered after the host's earlier actions. `wait_stream`, `wait_event` and waits of the host join
 clocks. Nothing else orders two actors. For each memory the last write and later reads are recorded. An access must be
 ordered after earlier accesses that conflict with it. Otherwise `UnorderedAccess` is raised, with both places in code.
 
 Views share the memory of their storage, and the pool of captured graphs is one memory. By the rule of CUDA's caching
-allocator, freed memory returns to its stream, whose next tensor may reuse it. So other streams must have finished with
-the memory before it is freed. Otherwise `record_stream` is needed, which makes the allocator wait for them.
+allocator, freed memory returns to its stream, whose next tensor may reuse it. The reuse must be ordered after all uses
+by other streams. Otherwise `record_stream` is needed, which makes the allocator wait for these streams.
 
 `watch.py` determines which operations touch which memory.
 """
@@ -27,7 +27,7 @@ Clock = dict["Actor", int]
 Place = tuple[tuple[str, int], ...]  # (file, line) of calls, innermost first
 
 MIB = 1 << 20
-NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")  # files whose path has such a part
+NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")  # parts of paths to omit in messages
 N_SHOWN = 3  # number of lines of code per access in a message
 
 
@@ -36,7 +36,7 @@ class UnorderedAccess(RuntimeError):
 
 
 class Actor:
-    """The host, or a stream. Invariant: an actor's ticks up to `clock[actor]` precede the next action of this one."""
+    """The host, or a stream. Invariant: ticks of each actor `a` up to `clock[a]` precede this actor's next action."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -91,7 +91,7 @@ def here() -> Iterator[tuple[str, int]]:
 
 
 class Memory:
-    """Record of the last write to one memory, and of later reads."""
+    """Record of the last write to one piece of memory, and of later reads."""
 
     def __init__(self, owner: Actor | None = None, n_bytes: int = 0) -> None:
         """Create an empty record; `owner`: the stream that allocated the memory, None if unknown."""
@@ -111,7 +111,7 @@ class Memory:
         self.written, self.reads = by, {}
 
     def uses(self) -> list[Access]:
-        """Return the accesses that must precede a write."""
+        """Return the recorded accesses. All of them must precede a write."""
         return [*self.reads.values(), *filter(None, [self.written])]
 
     def used_elsewhere(self) -> bool:
@@ -162,7 +162,7 @@ def _free(memory: Memory) -> None:
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-    """Let the allocator wait for `stream`. So the release of the tensor's memory is no longer checked."""
+    """Let the allocator wait for `stream` before it reuses the tensor's memory. So the reuse is no longer checked."""
     memory_of(tensor).owner = None
 
 

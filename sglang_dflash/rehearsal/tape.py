@@ -39,7 +39,7 @@ class Node(NamedTuple):
     run: Callable[..., Any]
     args: tuple
     kwargs: dict[str, Any]
-    outs: tuple[torch.Tensor | None, ...]  # destination of each result; None for a view; () if `run` writes them itself
+    outs: tuple[torch.Tensor | None, ...]  # destination of each result; None for a view; (): nothing to copy
 
 
 class Tape(TorchDispatchMode):
@@ -49,7 +49,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.pool = pool
         self.nodes: list[Node] = []
-        # Tensors that existed before the forward, by storage. On a GPU a replay reads them by address.
+        # Tensors outside the pool that launches use, by storage. On a GPU a replay uses them by address.
         self.outside: dict[int, torch.Tensor] = {}
         self.n_uses: dict[int, int] = {}  # number of references that this tape holds, by storage
         self.kept: list[torch.Tensor] = []  # passed to `record_stream`; their memory is kept until the capture ends
@@ -71,7 +71,7 @@ class Tape(TorchDispatchMode):
         return self.record(func, args, kwargs, out, mutates=func._schema.is_mutable)
 
     def record(self, run: Callable[..., Any], args: tuple, kwargs: dict, out: Any, *, mutates: bool) -> Any:
-        """Record a launch that has just run, and copy its new outputs into the pool.
+        """Record a launch that has just run, and copy its new outputs into the pool. A view is not recorded.
 
         Args:
             mutates: whether the launch may have written to its arguments.
@@ -147,7 +147,7 @@ def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) ->
     In inference mode PyTorch does not decompose operations for dispatch modes. Without this function a mode would not
     see whether `matmul` launches `mm` or `bmm`.
     """
-    TorchDispatchMode.__enter__(mode)  # not `mode.__enter__`: that of `watch.Watch` synchronizes all streams
+    TorchDispatchMode.__enter__(mode)  # not `mode.__enter__`, because `watch.Watch.__enter__` synchronizes all streams
     try:
         return func.decompose(*args, **kwargs)
     finally:
@@ -155,7 +155,7 @@ def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) ->
 
 
 def run_collective(func: Any, *args: Any, **kwargs: Any) -> None:
-    """Run a collective operation and wait until it has ended; on a GPU its stream waits."""
+    """Run a collective operation, and let the host wait for its end. On a GPU only the current stream waits."""
     out = func(*args, **kwargs)
     (out[-1] if isinstance(out, tuple) else out).wait()
 
@@ -170,7 +170,7 @@ def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
 
 
 def waits(func: Any, name: str, args: tuple, kwargs: dict) -> str:
-    """Return the reason why this operation makes the host wait for the device; "" without a wait."""
+    """Return the reason why an operation makes the host wait for the device; "" if the host does not wait."""
     if name in WAITS:
         return name
     if name in INDEXES and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
@@ -205,7 +205,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def out_overload(func: Any) -> Any:
-    """Return the overload of an operation that has an additional argument `out`; None if no overload has one."""
+    """Return an operation's overload with the additional argument `out`; None if there is no such overload."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]

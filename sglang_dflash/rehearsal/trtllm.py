@@ -42,7 +42,7 @@ def require_window(window_left: int) -> None:
 class DraftMask(NamedTuple):
     """Bit mask of the last N keys for each of N queries."""
 
-    bits_BNW: torch.Tensor  # uint16, 16 keys per word
+    bits_BNW: torch.Tensor  # uint16, W words of 16 keys per query
 
     def allowed(self, b: int, n_keys: int) -> torch.Tensor:
         """Return the mask, bool [N, L]: all keys before the block, and the keys of the block whose bits are set."""
@@ -249,8 +249,8 @@ def fmha_v2(
 ) -> None:
     """Emulate fmha v2, which reads prompts over pages.
 
-    The values of a page follow its keys in memory. If the page table is [B, 2, P], its second half locates the values,
-    as block indices counted from the first page of keys.
+    With a page table [B, P], the values of a page must follow its keys in memory. A page table [B, 2, P] locates keys
+    in its first half and values in its second. Both halves are block indices counted from the first page of keys.
     """
     assert layout in ("q_paged_kv_nhd", "q_paged_kv_hnd"), f"layout {layout} is not defined in the rehearsal"
     assert mask_mode in ("causal", "padding"), f"mask mode {mask_mode} is not defined in the rehearsal"

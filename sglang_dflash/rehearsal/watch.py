@@ -3,13 +3,13 @@
 An operation runs on the current stream, or on the host if all its tensors are host tensors. The operations inside a
 kernel's stand-in or inside a replay count as one launch on one stream (`launch`).
 
-Host tensors come from `from_numpy` or `.cpu()`, lie in pinned memory, or were created without a device argument. The
+Host tensors result from `from_numpy` or `.cpu()`, lie in pinned memory, or were created without a device argument. The
 results that the host computes from host tensors are host tensors too. All other tensors are device tensors.
 `.to(device)` copies a host tensor, and the host waits for the copy unless `non_blocking` is set. With `non_blocking` a
 pinned source is read later, and any other source at the call.
 
 Not covered: other threads, memory written through numpy, and writes of interpreted Triton kernels that change no value.
-Single rows are not distinguished: an access to one row of a table counts as an access to the whole table.
+Parts of a tensor are not distinguished: an access to one row counts as an access to the whole tensor.
 """
 
 from __future__ import annotations
@@ -253,11 +253,11 @@ def _in_factory() -> Iterator[None]:
 def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        # The stack is not empty inside `with torch.device(...)`.
+        # The torch-function stack is not empty inside `with torch.device(...)`.
         on_host = kwargs.get("device") is None and not _len_torch_function_stack()
         data = args[0] if args else kwargs.get("data")
         if pin_memory and original is _tensor and isinstance(data, np.ndarray | torch.Tensor):
-            return original(*args, pin_memory=True, **kwargs)  # torch refuses this, on every machine
+            return original(*args, pin_memory=True, **kwargs)  # torch raises an error for such data, on every machine
         if kwargs.get("out") is not None or _n_launches or not (pin_memory or on_host):
             tensor = original(*args, **kwargs)
             if original is _tensor and _watch is not None:

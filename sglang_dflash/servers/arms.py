@@ -55,7 +55,7 @@ def launches(
 
     Raises:
         ValueError: the flags name no model or not DFLASH, or the model's config.json is not available. Or an arm is
-            unknown, unsupported by the model, or differs from another only in a part of a path that documents omit.
+            unknown or unsupported by the model. Or two arms have equal names after `portable` has shortened paths.
     """
     model = value_of("--model-path", flags) or value_of("--model", flags)
     if model is None:

@@ -49,7 +49,7 @@ def wait_ready(servers: Sequence[Server], console: Console, timeout_s: float = S
 def _print_changes(
     stages: Mapping["Server", str], shown: dict["Server", str], elapsed_s: float, console: Console
 ) -> None:
-    """Print a line for each stage that differs from the one `shown` last."""
+    """Print a line for each server whose stage differs from its entry in `shown`, and update the entry."""
     for server, stage in stages.items():
         if stage != shown[server]:
             console.print(f"  {elapsed_s:4.0f} s  {server.name}: {stage}")

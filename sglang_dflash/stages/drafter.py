@@ -32,15 +32,18 @@ class Drafter:
         self.slots = slots
         self.block_info = block_info(block_size, CaptureHiddenMode.NULL, runner.device)
         # Without graphs this attribute is None or SGLang's eager runner.
-        captured = runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
-        self.forward = within(scope, through_runner(runner) if captured else directly(runner))
+        self.captured = runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
+        self.forward = within(scope, through_runner(runner) if self.captured else directly(runner))
 
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
         """Draft one block per request. Return int64 [B, width]: the anchor, drafts, then mask tokens past the block.
 
         There are mask tokens only if the width exceeds the block. If only the anchor is verified, the draft model does
-        not run. Otherwise it fills the whole block, as in training, and the result is a copy. All graphs share the
-        memory of their outputs, so the target's replay would overwrite the drafts before they are compared.
+        not run. Otherwise its layers read the whole block, as in training. A captured graph also fills the whole
+        block. Without a graph only verified slots are filled, since the head's products of further slots take time.
+
+        The result is a copy. All graphs share the memory of their outputs, so the target's replay would overwrite the
+        drafts before they are compared.
         """
         block = plan.drafted
         if block is None:
@@ -48,8 +51,9 @@ class Drafter:
         seen = self.slots.seen(plan, block)
         batch = block_forward(plan, block, seen, self.block_info, graphs=graphs)
         seen.kv.bind(batch, self.runner.kv_index_translator)
-        tokens_T = self.forward(batch).logits_output.hidden_states
-        tokens_BN = tokens_T.view(block.tokens_BN.shape)[:, : plan.width]
+        options = {} if self.captured else {"n_filled": plan.width}
+        tokens_T = self.forward(batch, **options).logits_output.hidden_states
+        tokens_BN = tokens_T.view(plan.n_requests, -1)[:, : plan.width]
         return torch.cat([tokens_BN, plan.verified.tokens_BN[:, block.tokens_BN.shape[1] :]], dim=1)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,15 +82,16 @@ class DryRun:
         the slowdown, each time is divided by the mean of its round. The median of these ratios over the rounds is
         multiplied by the median of the means. Above width 1 the result includes the draft model's forward.
         """
-        whole = self.plan(n_requests, self.stages.planner.block_size)
-        runs = [
-            lambda: self.stages.drafter.draft(whole, graphs=True),
+        drafted = [width for width in widths if width > 1]
+        runs: list[Callable[[], object]] = [
+            *(partial(self.stages.drafter.draft, self.plan(n_requests, width), graphs=True) for width in drafted),
             *(self.after_draft(n_requests, width) for width in widths),
         ]
         rounds = [[self._time(run) for run in runs] for _ in range(ROUNDS)]
         round_R1 = np.mean(rounds, axis=1, keepdims=True)
-        draft_s, *verify_s = (np.median(rounds / round_R1, axis=0) * np.median(round_R1)).tolist()
-        return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
+        run_s = (np.median(rounds / round_R1, axis=0) * np.median(round_R1)).tolist()
+        draft_s = dict(zip(drafted, run_s, strict=False))
+        return [draft_s.get(width, 0.0) + seconds for width, seconds in zip(widths, run_s[len(drafted) :], strict=True)]
 
     def end(self) -> None:
         """Remove waiting rows and copy counts of the dummy steps, and restore SGLang's own engine."""

@@ -10,7 +10,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 from torch import nn
 
-Forward = Callable[[ForwardBatch], ModelRunnerOutput]
+Forward = Callable[
+    ..., ModelRunnerOutput
+]  # called with a ForwardBatch, and options of the model if it is called directly
 
 
 def through_runner(runner: ModelRunner) -> Forward:
@@ -22,14 +24,15 @@ def directly(runner: ModelRunner) -> Forward:
     """Return a forward that calls the model itself. The model must have no experts and no captured graphs.
 
     The forward skips SGLang's preparation for experts, graphs and data parallelism. This preparation takes a few
-    percent of a tiny model's step. Each call uses the runner's current attention backend.
+    percent of a tiny model's step. Each call uses the runner's current attention backend, and passes its keyword
+    arguments to the model.
     """
 
-    def forward(batch: ForwardBatch) -> ModelRunnerOutput:
+    def forward(batch: ForwardBatch, **options: int) -> ModelRunnerOutput:
         backend = runner.attn_backend
         backend.init_forward_metadata(batch)
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
-            output = runner.model(batch.input_ids, batch.positions, batch)
+            output = runner.model(batch.input_ids, batch.positions, batch, **options)
         return ModelRunnerOutput(logits_output=output, can_run_graph=False)
 
     return forward

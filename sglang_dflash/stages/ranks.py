@@ -156,8 +156,8 @@ def within(scope: Scope, forward: Forward) -> Forward:
     if scope is nullcontext:
         return forward
 
-    def scoped(batch: ForwardBatch) -> ModelRunnerOutput:
+    def scoped(batch: ForwardBatch, **options: int) -> ModelRunnerOutput:
         with scope():
-            return forward(batch)
+            return forward(batch, **options)
 
     return scoped

@@ -93,3 +93,17 @@ def test_head_is_read_once_for_all_requests(second: bool) -> None:
     rows = B * (N - 1)
     projection = [("aten::mm", [(rows, H), (H, SECOND["selector_rank"])])] if second else []
     assert products.seen == [("aten::mm", [(rows, H), (H, VOCAB)]), *projection]
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
+def test_head_reads_only_the_slots_to_fill(second: bool) -> None:
+    """The drafts of these slots are those of the whole block."""
+    selector = SGLangCandidateSelector.of(config_of(**SECOND)) if second else None
+    ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=torch.randn(VOCAB, H)), VOCAB, 0, cast(Any, None))
+    hidden_TH, blocks_BN = torch.randn(B * N, H), torch.zeros(B, N, dtype=torch.int64)
+    whole_BN = filled(hidden_TH, blocks_BN, selector, ends)
+    for n_filled in (2, N - 1, N, N + 4):
+        with Products() as products:
+            tokens_BN = filled(hidden_TH, blocks_BN, selector, ends, n_filled)
+        assert torch.equal(tokens_BN, whole_BN[:, :n_filled])
+        assert products.seen[0] == ("aten::mm", [(B * (min(n_filled, N) - 1), H), (H, VOCAB)])

@@ -30,7 +30,7 @@ class Runner:
     def forward(self, batch: object) -> SimpleNamespace:
         return SimpleNamespace(logits_output="through the runner")
 
-    def model(self, input_ids: object, positions: object, batch: object) -> str:
+    def model(self, input_ids: object, positions: object, batch: object, **options: int) -> str:
         return "directly"
 
 
@@ -71,6 +71,29 @@ def test_drafts_are_copied_from_graph_memory(n_requests: int, width: int, monkey
     of_the_graph_T.fill_(-1)  # as a replay of the target's graph does
     assert torch.equal(tokens_BN, drafted_BN)
     assert tokens_BN.is_contiguous()
+
+
+@pytest.mark.parametrize(("width", "n_filled"), [(2, 2), (16, 16), (24, 16)])
+def test_without_graphs_only_verified_slots_are_filled(
+    width: int, n_filled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
+    asked, runner, N = list[int](), Runner(EAGER), 16
+
+    def model(input_ids: object, positions: object, batch: object, n_filled: int) -> SimpleNamespace:
+        asked.append(n_filled)
+        return SimpleNamespace(hidden_states=torch.arange(2 * N).view(2, N)[:, :n_filled].flatten())
+
+    runner.model, runner.kv_index_translator = model, None
+    plan = plan_of(2, N)
+    kv, tokens_BN = SimpleNamespace(bind=lambda batch, translator: None), torch.full((2, width), MASK)
+    plan = plan._replace(drafted=plan.drafted._replace(kv=kv), verified=plan.verified._replace(tokens_BN=tokens_BN))
+    tokens_BN = Drafter(runner, SharedSlots(), block_size=N, scope=nullcontext).draft(plan, graphs=False)
+
+    assert asked == [width]
+    assert tokens_BN.shape == (2, width)
+    assert torch.equal(tokens_BN[:, :n_filled], torch.arange(2 * N).view(2, N)[:, :n_filled])
+    assert (tokens_BN[:, n_filled:] == MASK).all()
 
 
 def test_a_draft_with_rings_gets_its_own_window_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:

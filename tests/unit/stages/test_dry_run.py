@@ -131,15 +131,16 @@ def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks)
 
 
 def test_costs_are_robust_against_slow_rounds_and_steps(monkeypatch):
-    """A draft takes 2 s. A verify takes 1 s at width 1, whose steps have no draft, and 3 s at width 4.
+    """A draft takes 1 s at width 2, and 2 s at width 4. A verify takes 1, 2 and 3 s at widths 1, 2 and 4.
 
     The first round takes ten times as long. In the fourth round the verify of width 1 takes 9 s.
     """
     dry, _ = make(monkeypatch)
-    rounds = [[20, 10, 30], [2, 1, 3], [2, 1, 3], [2, 9, 3], [2, 1, 3]]
+    usual = [1, 2, 1, 2, 3]
+    rounds = [[10 * s for s in usual], usual, usual, [1, 2, 9, 2, 3], usual]
     taken = itertools.chain(*rounds)
     monkeypatch.setattr(dry, "_time", lambda run: next(taken))
-    assert dry.seconds(2, [1, BLOCK]) == pytest.approx([1, 2 + 3])
+    assert dry.seconds(2, [1, 2, BLOCK]) == pytest.approx([1, 1 + 2, 2 + 3])
     assert next(taken, None) is None
 
 
