@@ -4,8 +4,8 @@ Shapes: B requests, N tokens per block (slot 0 is the anchor, slots 1..N-1 are d
 Cost: one launch, launch-bound: it reads 2BN tokens and writes BN, a few KiB.
 
 `target_BN[b, i]` is the target's token after slot i, given slots 0..i: an argmax or a sample. A step emits the target's
-tokens up to and including the first that differs from the draft in the next slot, or all N if none differs. So the
-output has exactly the target's distribution.
+tokens up to and including the first that differs from the draft in the next slot. If none differs, the step emits all
+N tokens. So the output has exactly the target's distribution.
 For a draft that proposes one token with certainty, this is equivalent to rejection sampling (Leviathan et al. 2023,
 arXiv:2211.17192).
 """

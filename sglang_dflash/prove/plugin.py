@@ -61,7 +61,7 @@ def facts_of(item: pytest.Item) -> Check:
 
 
 def server_of(nodeid: str) -> str:
-    """Return a check's file and parameters; "" for a check without parameters. Checks with equal values share a server."""
+    """Return a check's file and parameters; "" without parameters. Checks with equal results share a server."""
     file, _, function = nodeid.partition("::")
     return file + function[function.index("[") :] if "[" in function else ""
 

@@ -188,7 +188,7 @@ class Probe:
         }
 
     def bytes(self) -> dict[str, Any]:
-        """Return this rank's pool sizes and memory in bytes; tokens, page size, requests, states and rows as numbers."""
+        """Return this rank's pool sizes and memory: bytes, and numbers of tokens, requests, states and record rows."""
         sizes = {
             "target_tokens": int(self.target.max_total_num_tokens),
             "target_kv": kv_bytes(self.target),

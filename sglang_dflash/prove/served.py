@@ -172,7 +172,7 @@ class Agreement(NamedTuple):
 def compare(
     prompts: Sequence[Sequence[int]], reference: Reference, answers: Sequence[Sequence[int]], tie: float
 ) -> Agreement:
-    """Compare answers with a reference. A difference is a near tie if both tokens are within `tie` nats of the top."""
+    """Compare answers with a reference. In a near tie both tokens are within `tie` nats of the likeliest token."""
     apart = dict[str, bool]()
     for one in differences(reference.answers, answers):
         context = [*prompts[one.prompt], *reference.answers[one.prompt][: one.position]]

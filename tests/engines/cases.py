@@ -1,4 +1,4 @@
-"""Cases for tests of all engines: the tiny pairs, unchanged or with a sliding window. Imports no framework."""
+"""Cases for tests of all engines: the shipped tiny pairs, unchanged or with a sliding window. Imports no framework."""
 
 import json
 import shutil

@@ -57,7 +57,7 @@ class Served:
         self.url, self.n_drafts = url, n_drafts
 
     def answer(self, prompt: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-        """Return the answer's tokens, and the number of its steps by accepted drafts."""
+        """Return the answer's tokens, and n -> number of its steps that accepted n drafts."""
         before = self.counters()
         body = {
             "model": "target", "prompt": list(prompt), "max_tokens": MAX_NEW_TOKENS, "temperature": 0,
@@ -148,7 +148,7 @@ def require_equal(case: Case, wanted: list[dict[str, Any]], folder: Path) -> Non
 
 
 def test_hybrid_in_bf16_is_plain_torchs_up_to_rounding(tmp_path: Path) -> None:
-    """Rounding may change 2 of 16 answers, and the steps of 4. When the test was written it changed 1 and 3."""
+    """Rounding may change 2 of 16 answers, and the steps of 4. When the test was written, rounding changed 1 and 3."""
     with served(CASES["hybrid-bf16"], tmp_path, "--no-enable-prefix-caching") as server:
         answers = [server.answer(reference["prompt"]) for reference in ORACLE_STEPS["hybrid-bf16"]]
     pairs = list(zip(answers, ORACLE_STEPS["hybrid-bf16"], strict=True))
@@ -165,7 +165,7 @@ def test_unpatched_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_benchmark_measures_vllm_and_the_plugin(tmp_path: Path) -> None:
-    """Both run fp32 and verify whole blocks of one draft without copies, so their counters are equal."""
+    """vLLM and the plugin run fp32 and verify whole blocks of one draft without copies, so their counters are equal."""
     with served(CASES["dense"], tmp_path) as server, serve_plugin() as url:
         arms = "--base-url", f"vllm={server.url}", f"ours={url}"
         asked = "--num-prompts", "4", "--max-new-tokens", "48", "--concurrency", "1", "--repeats", "1"
