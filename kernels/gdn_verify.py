@@ -291,6 +291,6 @@ def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record
             f"shape {tuple(record_RNX.shape)}; heads, tokens and record_width must"
         )
     for name, tensor in (x._asdict() | {"state_SHVK": state_SHVK, "record_RNX": record_RNX}).items():
-        if not tensor[0].is_contiguous():
+        if not (tensor if tensor.ndim == 1 else tensor[0]).is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; only the first dimension may lie apart")
     return GDN_VERIFY.form_for(x.q_TGK)(x, state_SHVK, slot_B, record_RNX)

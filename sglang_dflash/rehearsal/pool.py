@@ -38,7 +38,6 @@ class Pool:
         self._memory = np.empty(capacity, np.uint8)
         self._whole = from_numpy(self._memory).untyped_storage()
         self._base = self._memory.ctypes.data
-        self._starts: list[int] = []  # offsets of the segments, ascending
         self._kind: dict[int, tuple[bool, object]] = {}  # segment -> (whether its blocks are small, its stream)
         self._free: dict[int, list[tuple[int, int]]] = {}
         self.n_bytes = 0  # total size of the segments
@@ -100,7 +99,6 @@ class Pool:
             )
         segment = self.n_bytes
         self.n_bytes += n
-        self._starts.append(segment)
         self._kind[segment] = size <= SMALL, self.stream()
         self._free[segment] = [(segment, n)]
         return n, segment, segment

@@ -282,6 +282,8 @@ def test_wrong_arguments_are_refused_by_name(device):
         gdn_verify(*arguments(x | {"record_RNX": x["record_RNX"][:, :3]}))
     with pytest.raises(ValueError, match="strides"):
         gdn_verify(*arguments(x | {"state_SHVK": x["state_SHVK"].transpose(2, 3)}))
+    with pytest.raises(ValueError, match="A_log_H has strides"):
+        gdn_verify(*arguments(x | {"A_log_H": x["A_log_H"].repeat_interleave(2)[::2]}))
     slots, state_LSHVK = x["slot_B"], x["state_SHVK"][None]
     for record_LRNX in (x["record_RNX"][None, :, :, 1:], x["record_RNX"][None, :1]):
         with pytest.raises(ValueError, match="2 requests, 1 key and 2 value heads of 8 and 8 do not fit"):
