@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,10 +49,22 @@ def load(model: str, draft: str) -> Pair:
     text = config | config.get("text_config", {})
     sizes = {"hidden_size": text["hidden_size"], "vocab_size": text["vocab_size"]}
     check_pair(drafting.config, model, **sizes, n_layers=text["num_hidden_layers"])
-    target, tokenizer = mlx_lm.load(model, model_config={"model_type": kind})[:2]
+    target, tokenizer = mlx_lm.load(model, model_config={"model_type": kind, **rope_fields(config)})[:2]
     modules = {path.rsplit(".", 1)[-1]: module for path, module in target.named_modules()}
     embed: Any = modules["embed_tokens"]
     return Pair(target, tokenizer, drafting, embed, modules.get("lm_head", embed.as_linear))
+
+
+def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding's fields under the names that Transformers 4 wrote.
+
+    Transformers 5 writes them into `rope_parameters`, which mlx-lm's Llama ignores. Its own theta is 10,000.
+    """
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in config or "rope_theta" not in rope:
+        return {}
+    scaling = {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
+    return {"rope_theta": rope["rope_theta"], **scaling}
 
 
 def target_config(model: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ adds 1 to them in their own dtype, and rounding could change steps.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def in_fp32(folder: Path, to: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory):
-    """`folders(name)`: target and draft folders of a case, in fp32."""
+    """Return `folders(name)`, which returns the target and draft folders of a case, in fp32."""
 
     @cache
     def target(name: str) -> Path:
@@ -76,8 +77,22 @@ def test_tokens_and_steps_are_plain_torchs(folders, name: str) -> None:
         assert [list(step) for step in spec_steps(pair, reference["prompt"], options)] == reference["steps"]
 
 
+def test_smollm2(tmp_path: Path) -> None:
+    """Compare 2 answers of SmolLM2-135M-Instruct. `tests/unit/test_mlx.py` writes the files that this test reads."""
+    folder = Path(os.environ["SMOLLM2"])
+    if not (folder / "oracle.json").exists():
+        pytest.skip("the package with SmolLM2 cannot be downloaded")
+    pair = load(*(str(in_fp32(folder / name, tmp_path / name)) for name in ("target", "draft")))
+    references = json.loads((folder / "oracle.json").read_text())
+    n_accepted = [n for reference in references for _, n in reference["steps"]]
+    assert sum(n_accepted) > 0.3 * len(n_accepted)
+    for reference in references:
+        steps = spec_steps(pair, reference["prompt"], options_for(reference))
+        assert [list(step) for step in steps] == reference["steps"]
+
+
 def test_a_sliding_layer_sees_its_window_and_no_more(folders) -> None:
-    """The window is 32 tokens, own slot included. After 60 context tokens slot 0 attends to tokens 29 to 59."""
+    """The window is 32 tokens, the query's own included. After 60 context tokens slot 0 attends to tokens 29 to 59."""
     mx.random.seed(3)
     attention = pair_of(folders, "sliding-both-ways").draft.layers[0].self_attn
     keys, values = (mx.random.normal((1, attention.n_kv_heads, 60, attention.head_dim)) for _ in range(2))
@@ -217,7 +232,7 @@ TARGETS = {
 def test_rejected_tokens_leave_no_trace(kind: str) -> None:
     """After rejected tokens, logits and features equal those of a fresh read.
 
-    The sliding window moves past its first tokens here, which mlx-lm's own cache could not restore.
+    The text is longer than the sliding window, and mlx-lm's own cache could not restore tokens that left the window.
     """
     mx.random.seed(2)
     model = TARGETS[kind]()

@@ -7,7 +7,7 @@ need no torch.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,8 +24,13 @@ from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def reference(case: Case, n_prompts: int) -> Iterator[dict[str, Any]]:
-    """Yield prompt, stop tokens and steps for the first `n_prompts` questions of a case."""
+Conversation = list[dict[str, str]]
+
+
+def reference(
+    case: Case, n_prompts: int, conversations: Sequence[Conversation] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield prompt, stop tokens and steps for the first `n_prompts` conversations (default: held-out ones)."""
     folder, dtype = ASSETS / case.target / "target", DTYPES[case.dtype]
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with TemporaryDirectory() as parent:
@@ -34,7 +39,7 @@ def reference(case: Case, n_prompts: int) -> Iterator[dict[str, Any]]:
         max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=stop_token_ids(target), draft_window=case.draft_window
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    for conversation in held_out(case.n_prompts, seed=5)[:n_prompts]:
+    for conversation in (conversations or held_out(case.n_prompts, seed=5))[:n_prompts]:
         prompt = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
         steps = spec_steps(draft, target, torch.tensor([prompt]), options)
         yield {"prompt": prompt, "stop": options.stop_token_ids, "steps": [tuple(step) for step in steps]}

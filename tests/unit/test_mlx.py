@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.cases import CASES, IN_FP32, ORACLE
+from sglang_dflash.bench import prompts as data
+from sglang_dflash.demo.pairs import SMOLLM2_DRAFT
+from sglang_dflash.errors import NoModelError
+from sglang_dflash.models import smollm2
+from tests.engines.cases import CASES, IN_FP32, ORACLE, Case
 from tests.engines.write_oracle import reference
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +34,21 @@ def test_mlx_output_equals_plain_torch(tmp_path: Path) -> None:
     subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, tmp_path / "environment"], check=True)
     subprocess.run([*uv, "pip", "install", "--quiet", *into, *extra, "pytest"], check=True)
     checks = [python, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "tests/engines/mlx_checks.py"]
-    done = subprocess.run(
-        checks, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "SMOLLM2": str(smollm2_case(tmp_path / "smollm2"))}
+    done = subprocess.run(checks, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:]
+
+
+def smollm2_case(folder: Path) -> Path:
+    """Write target, draft and `oracle.json` of SmolLM2 into `folder`, which stays empty if the target is not found."""
+    folder.mkdir()
+    try:
+        (folder / "target").symlink_to(smollm2.checkpoint())
+    except NoModelError:
+        return folder
+    (folder / "draft").symlink_to(SMOLLM2_DRAFT)
+    (prompt,) = data.load(data.CHATS, 1).prompts
+    (edit,) = data.load(data.EDITS, 1).prompts
+    steps = list(reference(Case(str(folder)), 2, [list(prompt), list(edit)]))
+    (folder / "oracle.json").write_text(json.dumps(steps))
+    return folder
