@@ -109,7 +109,7 @@ class HttpEngine(Engine):
                 self._checked(response)
                 # The returned function parses the lines, after the clock has stopped.
                 events = [(time.perf_counter(), line) for line in response.iter_lines() if line.startswith("data: {")]
-        return lambda: streamed(sent, events)
+        return lambda: streamed(f"{self.name}: {self.url}", sent, events)
 
     def likeliest(self, context: Sequence[int]) -> Mapping[int, float]:
         if self.kind is not ServerKind.SGLANG:
@@ -150,7 +150,7 @@ class HttpEngine(Engine):
         return ServerKind.VLLM if set(self._get("/version") or {}) == {"version"} else ServerKind.OTHER
 
     def _get(self, path: str) -> dict[str, Any] | None:
-        """Return the JSON object at `path`; None if the server has no such page, or the page is no JSON object."""
+        """Return the JSON object at `path`; None if there is none. Raises ServerError if the API key is refused."""
         response = self.http.get(path)
         if response.status_code in (401, 403):
             raise ServerError(f"{self.name}: {self.url} refused the API key; give another with --api-key")
@@ -201,8 +201,8 @@ def unstreamed(reply: dict[str, Any]) -> Completion:
     )
 
 
-def streamed(sent: float, events: Sequence[tuple[float, str]]) -> Completion:
-    """Parse a stream of events, each with its time of arrival.
+def streamed(server: str, sent: float, events: Sequence[tuple[float, str]]) -> Completion:
+    """Parse a stream of events of `server` (the name in errors), each with its time of arrival.
 
     Raises:
         ServerError: the stream reports no number of tokens.
@@ -219,7 +219,7 @@ def streamed(sent: float, events: Sequence[tuple[float, str]]) -> Completion:
             thoughts, content = thoughts + new_thoughts, content + (new_content or "")
     n_tokens = usage["completion_tokens"]
     if not n_tokens:
-        raise ServerError("a stream has no `usage` to count its tokens by; add --no-latency")
+        raise ServerError(f"{server} streams no `usage` to count tokens by; add --no-latency")
     return Completion(
         n_tokens=n_tokens,
         text="".join(_parts({"reasoning_content": thoughts, "content": content})),

@@ -27,7 +27,8 @@ class Difference(NamedTuple):
     found: int | str | None  # token of the answer; None: the answer has ended
 
     def __str__(self) -> str:
-        return f"prompt {self.prompt}, token {self.position}: expected {self.expected}, found {self.found}"
+        unit = "character" if str in (type(self.expected), type(self.found)) else "token"
+        return f"prompt {self.prompt}, {unit} {self.position}: expected {self.expected}, found {self.found}"
 
 
 class Unequal(NamedTuple):

@@ -102,7 +102,7 @@ def chosen(target: Path | None, draft: Path | None, *, real: bool, console: Cons
 
 
 def tiny_questions() -> Questions:
-    """Return one question of each task. The tiny pair was not trained on these questions."""
+    """Return one question of each kind in `TASKS`. The tiny pair was not trained on these questions."""
     from sglang_dflash.tiny.corpus import draw
 
     random = Random(1)

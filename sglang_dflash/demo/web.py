@@ -29,9 +29,9 @@ POLICY = "default-src 'none'; connect-src 'self'; style-src 'nonce-{0}'; script-
 
 
 class Verified(NamedTuple):
-    """Step of one request: number of tokens verified, of accepted drafts, and of accepted drafts that are copies.
+    """Counts of one step of one request: verified tokens, accepted drafts, and n-gram copies among the accepted drafts.
 
-    Copies are the last of the accepted drafts.
+    The copies are the last of the accepted drafts.
     """
 
     width: int
@@ -110,8 +110,10 @@ class Demo:
             verified = steps.of(rid, step.n_tokens) if steps and n_tokens else []  # the prefill has no traced step
             n_tokens += step.n_tokens
             shown = pieces(self.tokenizer, step, verified)
-            line: dict[str, Any] = {"pieces": shown, "n_tokens": len(shown)}  # tokens with text
+            # An end token has no piece. A chunk whose text does not encode to its tokens has one piece for all of them.
+            line: dict[str, Any] = {"pieces": shown, "n_tokens": max(len(shown), step.n_tokens - 1) if shown else 0}
             if verified:
+                line["n_steps"] = len(verified)
                 line["width"] = max(one.width for one in verified)
                 line["accepted"] = sum(one.n_accepted for one in verified)
                 line["copied"] = sum(one.n_copied for one in verified)

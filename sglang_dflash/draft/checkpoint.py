@@ -151,8 +151,9 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if rope["rope_type"] not in ROPE_TYPES:
         raise NotSupported(f"{path}: rope_type={rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}; {STOCK}")
+    fields = Fields(rope, f"{path}: rope_parameters", "")
     for name in ("rope_theta", *ROPE_TYPES[rope["rope_type"]]):
-        Fields(rope, f"{path}: rope_parameters", "").number(name)
+        fields.number(name)
     if rope.get("rope_dim") not in (None, head_dim):
         raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} is not the head width {head_dim}; {STOCK}")
     # If rope_dim is missing, some libraries apply the target's partial_rotary_factor and mrope_section to the draft.
@@ -164,7 +165,7 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
             f"remove them from config.json if the draft was trained with plain rotary heads, or {STOCK}"
         )
     if rope["rope_type"] == "linear":
-        rope["factor"] = float(rope.get("factor", 1.0))  # SGLang takes a list or a float
+        rope["factor"] = float(fields.number("factor", 1.0))  # SGLang accepts a float or a list, but no int
     return {name: value for name, value in rope.items() if name not in COPIED_FROM_TARGET}
 
 

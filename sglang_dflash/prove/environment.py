@@ -1,4 +1,4 @@
-"""Check of the installation: versions, entry points, hooks, used names of SGLang, and a matrix product on the GPU."""
+"""Check of the installation: versions, entry points, hooks, names used from SGLang, and a matrix product on the GPU."""
 
 import importlib
 import importlib.util

@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 def watching(name: str, proves: str, **minutes: float) -> pytest.MarkDecorator:
-    """Mark a check that runs once per setting. `minutes`: time limits by key of `SETTINGS`."""
+    """Mark a check that runs once for each setting in `minutes`: time limits by key of `SETTINGS`."""
     params = []
     for key, limit in minutes.items():
         title, where, *_ = SETTINGS[key]
@@ -97,7 +97,7 @@ def check_steps(place: Place, watched: Watched, reference: Reference, found: Fou
     numbers = {"plain_torch": round(plain, 4), "served": dict(zip(ours, (round(x, 4) for x in measured), strict=True))}
     near = all(abs(length / plain - 1) <= STEPS_WITHIN for length in measured)
     text = f"{plain:.3f} tokens a step by plain torch, {shown}; {sum(equal)} of {len(equal)} answers alike"
-    found(Finding(text, numbers, all(equal) if place.gpu is None else near))
+    found(Finding(text, numbers, all(equal) if place.exact else near))
 
 
 @watching("answers", "greedy answers equal plain torch's", whole_blocks=8, copies=8)

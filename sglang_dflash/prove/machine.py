@@ -14,7 +14,7 @@ from sglang_dflash.host.backends import BACKENDS
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Pair
 
-# Program for a separate process, because a process that uses the GPU occupies half a GiB of GPU memory.
+# Program that prints the GPU's properties. It is a separate process, because it occupies half a GiB of GPU memory.
 ASK = """import json, torch
 gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(gpu and [gpu.name, f"sm{gpu.major}{gpu.minor}", gpu.total_memory]))"""

@@ -42,8 +42,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def check_parity(place: Place, attention: str, page_size: int, found: Found) -> None:
     asked, tokens = served.prompts(place), dict[Arm, Answers]()
-    # The server without speculation comes last, so that it still runs when answers are compared.
-    # It then gives the log-probabilities of tokens that differ.
+    # The server without speculation is last, so that it still runs when answers are compared:
+    # `judge_parity` requests log-probabilities from it.
     for arms in [ARMS[::-1]] if place.side_by_side else [[arm] for arm in ARMS[::-1]]:
         with served.serving(place, arms, attention, page_size) as servers:
             for arm, server in servers.items():

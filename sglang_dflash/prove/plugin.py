@@ -23,7 +23,7 @@ class Check(NamedTuple):
     name: str
     proves: str  # sentence without its full stop
     minutes: float  # time limit, including the start of a server
-    short: bool = False  # part of the short form
+    short: bool = False  # also runs with --short
     gpu: bool = False  # needs a GPU
     expected: str = ""  # values for comparison with the measured ones
 
@@ -61,7 +61,7 @@ def facts_of(item: pytest.Item) -> Check:
 
 
 def server_of(nodeid: str) -> str:
-    """Return a check's file and parameters; "" without parameters. Checks with equal results share a server."""
+    """Return a check's file and parameters, equal for checks that share a server; "" for a check without parameters."""
     file, _, function = nodeid.partition("::")
     return file + function[function.index("[") :] if "[" in function else ""
 
@@ -96,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the checks of the short form first, and remove checks that were not selected."""
+    """Put the checks that `--short` selects first, and remove checks that were not selected."""
     run = config.stash[RUN]
     kept = [item for item in items if facts_of(item).short or not run.place.short]
     if unknown := set(run.only) - {facts_of(item).name for item in items}:

@@ -5,7 +5,7 @@ batch of n - 1 requests mostly needs padding. Then the probe records every serve
 record under `dflash.probe`:
 
     captured      batch sizes of the dummy steps
-    steps         per size: numbers of tokens that changed while the target read them, of non-finite logits and features
+    steps         per batch size and width: counts of tokens changed during verify, of non-finite logits and features
     padding_slot  numbers of non-finite values in the KV slot that padding rows write to
     stages        median milliseconds of each stage, on the host and between two events on the device
     bytes         sizes of the pools

@@ -1,4 +1,4 @@
-"""Servers of a run's pair on its machine (`Place`), their answers to prompts, and plain torch's answers."""
+"""Servers of the checked pair (`Place.pair`), their answers to prompts, and plain torch's answers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,7 +145,7 @@ def likeliest_of(server: Server) -> Likeliest:
 
 
 def histogram(answer: Generation) -> dict[int, int]:
-    """Return the number of an answer's decode steps by number of accepted drafts."""
+    """Return the number of decode steps of an answer for each number of accepted drafts."""
     return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
 
 
@@ -156,8 +156,8 @@ def acceptance_length(histograms: Sequence[Mapping[int, int]]) -> float:
 
 
 def near_tie(place: Place) -> float:
-    """Return the difference in nats within which rounding to bf16 may swap two tokens; 0 on a CPU."""
-    return 0.0 if place.gpu is None else 0.3
+    """Return the difference in nats within which rounding to bf16 may swap two tokens; 0 where servers use fp32."""
+    return 0.0 if place.exact else 0.3
 
 
 class Agreement(NamedTuple):

@@ -62,17 +62,18 @@ def learning_rate(recipe: TrainRecipe, step: int) -> float:
 
     In each cycle the rate is the peak, times a linear warm-up, times a cosine from 1 to `final_rate`.
     """
+    done = 0
     for n_steps, peak in recipe.cycles:
-        if step < n_steps:
-            warmup = min(1.0, (step + 1) / max(1, recipe.warmup_steps))
-            cosine = 0.5 * (1 + math.cos(math.pi * step / n_steps))
+        if (at := step - done) < n_steps:
+            warmup = min(1.0, (at + 1) / max(1, recipe.warmup_steps))
+            cosine = 0.5 * (1 + math.cos(math.pi * at / n_steps))
             return peak * warmup * (recipe.final_rate + (1 - recipe.final_rate) * cosine)
-        step -= n_steps
-    raise ValueError(f"the recipe ends {step} steps before this one")
+        done += n_steps
+    raise ValueError(f"the recipe has {done} steps, counted from 0; there is no step {step}")
 
 
 def adamw(module: nn.Module, recipe: TrainRecipe) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices, but not on norms, biases and identity-initialised kernels."""
+    """Return AdamW with weight decay on matrices, but not on norms, biases and the `base_kernel` of convolutions."""
     learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     matrices = [p for name, p in learned if p.ndim >= 2 and not name.endswith("base_kernel")]
     vectors = [p for name, p in learned if p.ndim < 2 or name.endswith("base_kernel")]

@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-DECAY = math.exp(-1 / 32)  # decay per step of an old observation's weight, in the counts of one request
+DECAY = math.exp(-1 / 32)  # per step, factor on the weight of old observations of one request
 HEAVY = 1e100  # weight of a new observation above which all weights are scaled down
-ALL_DECAY = math.exp(-1 / 512)  # decay per step of an old observation's weight, in the counts of all requests
+ALL_DECAY = math.exp(-1 / 512)  # per step, factor on the weight of old observations of all requests
 PRIOR = 4.0  # weight of the prior, in observations
-LEVEL_DECAY = math.exp(-1 / 8)  # decay per block of the weight of old evidence about a request's level
-# Weight of the prior, level 1, in drafts: in the level of first drafts of blocks, and in the level of further drafts.
+LEVEL_DECAY = math.exp(-1 / 8)  # per block, factor on the weight of old evidence about a request's level
+# The prior of a level is 1. Its weight, in drafts: for the level of a block's first draft, and for that of the others.
 FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0
 CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
 WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) stay out of the counts of all requests
@@ -69,9 +69,10 @@ class Acceptance:
 
     The estimate for a request combines the request's own counts with a prior. The prior is the estimate over all
     requests, with its odds multiplied by the request's level. The estimate over all requests combines the counts of all
-    requests with a prior too. This prior is the last estimate at the position. If the position was never reached, it is
-    the estimate at the position before. Older steps weigh less. A request's counts fade by `DECAY`. The counts of all
-    requests fade by the slower `ALL_DECAY`, so that the last request does not determine the estimate for a new one.
+    requests with a prior too. This prior is the last estimate at the position. If the position was never reached, the
+    prior is the estimate at the position before. Older steps weigh less. A request's counts fade by `DECAY`. The counts
+    of all requests fade by the slower `ALL_DECAY`, so that the last request does not determine the estimate for a new
+    one.
     """
 
     def __init__(self, n_drafts: int) -> None:

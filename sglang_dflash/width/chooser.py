@@ -137,7 +137,7 @@ def make_policy(kind: WidthPolicy, widths: Sequence[int], *, n_requests: int, se
     """Return the policy of a server.
 
     Args:
-        kind: RANDOM, or any other kind for `Adaptive` with several widths and `Fixed` with one.
+        kind: RANDOM gives `Random`. Any other kind gives `Adaptive`, or `Fixed` if there is one width.
         widths: widths to choose from, ascending; empty on a prefill-only server.
         n_requests: largest number of requests in a batch.
         seconds: function that measures step times.

@@ -34,7 +34,7 @@ from sglang_dflash.width.cost import StepCost
 # is added.
 EXPLORE = 0.01
 REST = 6  # number of steps of one token in a rest; longer rests have no further effect
-REST_DECAY = math.exp(-1 / 128)  # decay per step with drafts of the weight of old evidence about rests
+REST_DECAY = math.exp(-1 / 128)  # per step with drafts, factor on the weight of old evidence about rests
 REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
 SETTLE = 32  # number of steps between two calls of `StepCost.settle`
 EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
@@ -45,6 +45,8 @@ class Decision(NamedTuple):
 
     width: int
     expected: float = 0.0  # expected committed tokens per request; 0: the policy does not estimate them
+    # Expected accepted drafts per request by `Acceptance` alone, without a factor for rests.
+    n_drafts: float = 0.0
     rested: bool = False  # whether at least `REST` steps of one token precede the step
 
 
@@ -87,7 +89,7 @@ class Random(Policy):
 
 
 class Rhythm:
-    """Factors that correct the expected number of accepted drafts: for blocks without, and with, a rest before them.
+    """Factors that correct the expected number of accepted drafts: one for blocks without a rest, one after a rest.
 
     `Acceptance` does not consider rests. So the ratio of accepted to expected drafts is computed for each kind of
     block. A factor is this ratio, divided by the ratio for all blocks. With little evidence a factor is near 1.
@@ -108,9 +110,8 @@ class Rhythm:
         Args:
             rested: whether a rest preceded the step.
             accepted: number of accepted drafts, mean over the requests.
-            expected: expected number of accepted drafts, mean over the requests, already multiplied by the factor.
+            expected: expected number of accepted drafts without a factor, mean over the requests.
         """
-        expected /= self.factors()[rested]
         self.accepted_2 = [REST_DECAY * before + accepted * (i == rested) for i, before in enumerate(self.accepted_2)]
         self.expected_2 = [REST_DECAY * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]
 
@@ -136,7 +137,7 @@ class Adaptive(Policy):
         self.name, self.widths, self.cost = "auto", tuple(widths), cost
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
-        self.review: Review | None = None  # for the requests `reviewed`; None: to be computed with new outcomes
+        self.review: Review | None = None  # for the requests `reviewed`; None: to be computed from new estimates
         self.reviewed: Sequence[str] = ()
         # Number of steps, number of steps since the last one with drafts, and budget for looks in seconds.
         self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0
@@ -184,14 +185,14 @@ class Adaptive(Policy):
             ((rest + expected[rest, width]) / (rest * seconds[self.widths[0]] + seconds[width]), -rest, width)
             for rest, width in self.cycles
         )
-        rest, look = -minus_rest, Decision(block, expected[REST if width == 1 else 0, block])
+        rest, look = -minus_rest, Decision(block, expected[REST if width == 1 else 0, block], committed_N[block] - 1)
         usual = 1 if rest else width
         # Upper bound of the gain of larger widths: each further slot gains as much as the last one of the usual width.
         gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
         return Review(
             rest,
-            best=Decision(width, expected[rest, width]),
+            best=Decision(width, expected[rest, width], committed_N[width] - 1),
             look=look,
             block_s=seconds[block],
             # Seconds of a look, minus the seconds in which `best` commits as many tokens as the look.
@@ -203,5 +204,5 @@ class Adaptive(Policy):
         """Update the estimates of acceptance, and of the effect of rests."""
         self.acceptance.observe(rids, decision.width, n_accepted_B)
         if decision.width > 1:
-            self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.expected - 1)
+            self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.n_drafts)
             self.review = None

@@ -36,7 +36,7 @@ def test_the_lead_over_an_unlisted_token_is_infinite():
 
 
 def test_a_run_counts_tokens_and_steps():
-    # Committed per step: 3 drafts accepted in the first answer, 0 in the second, and 3 bonus tokens, over 3 steps.
+    # Acceptance length: 3 + 0 accepted drafts and 3 bonus tokens in 3 steps are 2 tokens per step.
     answers = [Completion(6, steps=Steps(2, 3)), Completion(2, steps=Steps(1, 0))]
     run = Measurement(answers, wall_s=4.0, other_cores=0.0)
     assert (run.tokens_per_s, run.steps) == (2.0, Steps(3, 3))

@@ -119,12 +119,12 @@ def test_servers_are_compared_with_the_first(fake, bench):
     # Only a server with this plugin (`--announce`) reports steps by width. Each answer takes two steps.
     turns = [turn for turn in document["widths"] if turn["concurrency"] == 1]
     assert {turn["arm"] for turn in turns} == {"same"}
-    assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # 2 steps, 5 prompts, 2 repeats + 1 streamed
+    assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # 2 steps, 5 prompts, 2 repeats and a streamed run
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_requested_concurrency_is_kept(fake, bench, n):
-    """The stand-in refuses requests unless exactly `n` are in flight. Unmeasured prompts must keep to this as well."""
+    """The stand-in refuses requests unless exactly `n` are in flight, also if their prompts are not measured."""
     few = ("--num-prompts", "6", "--repeats", "1", "--no-latency", "--concurrency", str(n))
     ran = bench("--base-url", fake("--together", str(n)), *few)
     assert [row["n_answers"] for row in ran.document["rows"]] == [6]
@@ -151,7 +151,7 @@ def test_unknown_numbers_of_other_servers_are_marked(fake, bench):
     [
         (["--kind", "openai"], ["--backend", "sglang"], "is no sglang server"),
         ([], ["--model", "theirs"], "serves fake-model, not theirs"),
-        (["--stingy"], [], "add --no-latency"),
+        (["--stingy"], [], r"http://.* streams no `usage`.*add --no-latency"),
     ],
 )
 def test_an_unsuitable_server_is_named(fake, bench, flags, arguments, message):
@@ -271,13 +271,13 @@ def test_streamed_answers_must_be_equal_too(serve, tmp_path):
 
 
 def test_near_ties_are_forgiven_on_request(bench, serve):
-    """The first arm reports its own first token and that of FAKE_OFFSET=1 as the two likeliest, half a nat apart."""
+    """The first arm reports two likely tokens, half a nat apart: its own, and that of the arm with FAKE_OFFSET=1."""
     asked = (*SMALL, "--no-latency", "--arms", "off", "ours:FAKE_OFFSET=1", "--require-equal", "--tie-gap")
     ran = bench(*asked, "0.5", *serve)
     assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}
     with pytest.raises(GateError, match="10 answers differ from those of off"):
         bench(*asked, "0.4", *serve)
-    with pytest.raises(GateError, match="10 answers differ from those of off"):  # token not among the likeliest
+    with pytest.raises(GateError, match="10 answers differ from those of off"):  # the token is neither of the two
         bench(*[word.replace("OFFSET=1", "OFFSET=2") for word in asked], "9", *serve)
 
 

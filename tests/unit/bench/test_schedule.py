@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_dflash.bench.compare import Difference
 from sglang_dflash.bench.engine import Prompt, Sampling
 from sglang_dflash.bench.measure import Completion, Steps
 from sglang_dflash.bench.prompts import Task
@@ -90,6 +91,11 @@ def test_a_restarted_arm_is_warmed_up_again() -> None:
     for repeat in (0, 1):
         bench.repeat(repeat)
         assert engine.n_asked[4 * repeat :] == [2, 6, 3, 6]
+
+
+def test_a_difference_names_its_unit() -> None:
+    assert str(Difference(0, 2, 7, None)) == "prompt 0, token 2: expected 7, found None"
+    assert str(Difference(0, 2, "a", None)) == "prompt 0, character 2: expected a, found None"
 
 
 def test_steps_exclude_unmeasured_prompts() -> None:

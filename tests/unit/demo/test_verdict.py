@@ -57,7 +57,7 @@ def test_the_target_is_asked_after_the_common_start(letters: Tokenizer) -> None:
 
 
 def test_the_common_start_ends_before_a_divided_character() -> None:
-    """With a token per byte, both animals begin with the same three tokens."""
+    """With one token per byte, fox and owl begin with the same three tokens."""
     vocabulary = {byte: n for n, byte in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocabulary, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)

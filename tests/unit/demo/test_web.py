@@ -116,9 +116,16 @@ def test_an_answer_is_streamed_step_by_step(url):
     assert (first["pieces"], first["n_tokens"]) == ([["own", 1, "<"]], 1)
     assert "width" not in first
     assert second["pieces"] == [["block", 1, "b"], ["copy", 2, "c"], ["own", 3, "d"]]
-    assert (second["width"], second["accepted"], second["copied"]) == (8, 2, 1)
+    assert (second["n_steps"], second["width"], second["accepted"], second["copied"]) == (1, 8, 2, 1)
     assert 0 < first["s"] < second["s"]
     assert [json.loads(line)["n_tokens"] for line in ask(url, "without").text.splitlines()] == [1, 3]
+
+
+def test_a_chunk_in_one_piece_counts_all_its_tokens(letters, shown):
+    """The text has fewer letters than the chunk has tokens, so it does not encode to them."""
+    demo, lines = Demo({"without": Side(client(("ab", 5)), None)}, letters, shown), list[dict[str, Any]]()
+    demo.answer("without", QUESTION, lines.append)
+    assert [(len(line["pieces"]), line["n_tokens"]) for line in lines] == [(1, 4)]  # the fifth may be the end token
 
 
 def test_errors_of_the_server_are_passed_on(url):
@@ -155,7 +162,7 @@ def test_every_kind_of_token_has_a_style_and_stays_text(url):
     assert {f"\n.{kind} {{" in page for kind in ("asked", *Verified(8, 2, 1).kinds)} == {True}
     assert "for (const [kind, place, piece] of step.pieces) {\n        add(text, piece, kind, " in page
     assert "  span.textContent = text;\n  span.className = kind;\n" in page
-    for reply in (httpx.get(url), ask(url)):  # or a browser may treat an answer as HTML
+    for reply in (httpx.get(url), ask(url)):  # without the header a browser may treat an answer as HTML
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
 
 

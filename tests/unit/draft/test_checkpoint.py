@@ -151,6 +151,7 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"rope_parameters": [1]}, ValueError, r"rope_parameters is \[1\], not an object"),
         ({"rope_parameters": {"rope_theta": "1e6"}}, ValueError, "rope_parameters: rope_theta '1e6' is not a number"),
         ({"rope_parameters": {"type": "yarn"}}, ValueError, "rope_parameters: config.json has no factor; add it"),
+        ({"rope_parameters": {"type": "linear", "factor": [2]}}, ValueError, r"factor \[2\] is not a number above 0"),
         ({"rms_norm_eps": "1e-6"}, ValueError, "rms_norm_eps '1e-6' is not a number above 0"),
         ({"dtype": "bf16"}, ValueError, "dtype is 'bf16', not one of bfloat16, "),
         ({"architectures": "DFlashDraftModel"}, ValueError, "architectures is 'DFlashDraftModel', not a list"),
@@ -195,7 +196,7 @@ def test_a_trained_mask_embedding_is_refused(folder):
 
 
 def test_a_repositorys_mask_embedding_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """Only the headers of a repository's tensors are fetched, so its list of files must be read."""
+    """Only headers of weight files are fetched from a repository, so `mask_embedding.pt` is looked for by its name."""
     found = SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors={})})
     monkeypatch.setattr(files.HfApi, "get_safetensors_metadata", lambda *_, **__: found)
     monkeypatch.setattr(files, "_cached_snapshot", lambda *_: None)

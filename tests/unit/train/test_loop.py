@@ -99,7 +99,7 @@ def test_learning_rate_of_two_cycles():
     assert rates[9] < 0.2
     assert rates[10] == 0.25
     assert recipe.total_steps == 14
-    with pytest.raises(ValueError, match="ends"):
+    with pytest.raises(ValueError, match=r"has 14 steps.* no step 14"):
         learning_rate(recipe, 14)
 
 

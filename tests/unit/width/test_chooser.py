@@ -262,5 +262,5 @@ def test_each_kind_makes_its_policy():
     assert timed == [], "steps are timed only if a policy compares widths"
     auto = make(WidthPolicy.AUTO, (1, 4))
     assert timed == [1, 2, 4, 6]
-    assert (auto.name, auto.decide(["a"])) == ("auto", Decision(4, expected=4.0)), "ties go to the widest"
+    assert (auto.name, auto.decide(["a"])) == ("auto", Decision(4, expected=4.0, n_drafts=3.0)), "ties go to the widest"
     assert auto.cost.by_size() == {size: {"1": 1.0, "4": 4.0} for size in ("1", "2", "4", "6")}
