@@ -59,7 +59,7 @@ def _accept_kernel(
     target_token = tl.load(target + b * N + slot, mask=slot < N, other=0)  # [N]
     draft = tl.load(tokens + b * N + slot + 1, mask=slot < N - 1, other=0)  # [N], the draft in the next slot
     goes_on = (draft == target_token) & (slot < N - 1)  # the last slot has no next draft
-    n = tl.min(tl.where(goes_on, BLOCK_N, slot), axis=0)  # the first slot whose next draft is rejected
+    n = tl.min(tl.where(goes_on, BLOCK_N, slot), axis=0)  # the first slot whose next draft is rejected or missing
     tl.store(n_accepted + b, n)
     tl.store(anchor + b, tl.load(target + b * N + n))
     tl.store(committed + b * N + slot, tl.where(slot <= n, target_token, 0), mask=slot < N)

@@ -10,7 +10,7 @@ again. A cache of a narrower dtype rounds once more. fp8 caches have scale 1, an
 
 In a decode step each request has N = T / B rows. Only its first `n_kept_B` rows are read and written. In a prefill
 (`n_kept_B` is None) every row is kept. Kept rows must have positions in 0..P-1 and KV slots in 0..S-1. This is not
-checked, because a check would wait for the device. If kept rows share a KV slot, as padding rows do, any may remain.
+checked, because a check would wait for the device. If rows share a KV slot, as padding rows do, any of them may remain.
 """
 
 from typing import NamedTuple

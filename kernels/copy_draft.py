@@ -5,8 +5,8 @@ draft model proposed. Place d, for d = 0..N-2, is the point in the block directl
 For each place d
 
     tail      = the text, then the anchor, then the first d guesses
-    length    = number of tokens of the longest run that ends the tail and also ends a prefix of the text, at most
-                LONGEST; 0 if the run has fewer than SHORTEST tokens
+    length    = number of tokens of the longest run of tokens that ends the tail and also ends a prefix of the text, at
+                most LONGEST; 0 if the run has fewer than SHORTEST tokens
     source    = size of that prefix, which is the index of the text's token after the run; the largest if several
                 prefixes end in such a run; -1 if length is 0
     copy[i]   = tail[source + i mod (len(tail) - source)]     (after the last token of the tail, continue at source)
@@ -227,7 +227,7 @@ def _copy_draft_kernel(
         equal = tl.sum(tl.where(token == window[:, None], bit[:, None], 0), axis=0) & is_text
         run = (equal[None] >> s[:, None]) & _RUN  # [P, M]
         power = ~run & (run + 1)  # 2^length; as a float its exponent field is length + 127 and its fraction 0
-        length = power.to(tl.float32).to(tl.int32, bitcast=True) - (127 << 23)  # length << 23, the exponent field's bit
+        length = power.to(tl.float32).to(tl.int32, bitcast=True) - (127 << 23)  # length << 23, its place in the float
         found_PM = tl.maximum(found_PM, (length << _LENGTH_BIT - 23) + end[None] - s[:, None] + 1)
     longest = tl.max(found_PM, axis=1)
     tl.atomic_max(best + last - s, longest, mask=longest >= (_SHORTEST << _LENGTH_BIT), sem="relaxed")

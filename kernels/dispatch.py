@@ -14,7 +14,7 @@ Op = TypeVar("Op", bound=Callable)
 
 @dataclass(frozen=True)
 class Forms(Generic[Op]):
-    """CPU form and GPU form of an op. Both compute the op's readable definition, `<op>_ref`."""
+    """CPU form and GPU form of an op. Both give the results of its readable definition, `<op>_ref`."""
 
     on_cpu: Op
     on_gpu: Op

@@ -91,7 +91,10 @@ class DeltaBlock(NamedTuple):
         return found_by_q, found_by_k
 
     def solve(self, right_YCX: torch.Tensor) -> torch.Tensor:
-        """Return the solution Z of (I + A) Z = beta * right. The solver reads only elements below the diagonal."""
+        """Return the solution Z of (I + A) Z = beta * right; here X is any number of columns, and Z has the same shape.
+
+        The solver reads only elements below the diagonal.
+        """
         return torch.linalg.solve_triangular(
             self.k_scores_YCC * self.beta_YC1, right_YCX * self.beta_YC1, upper=False, unitriangular=True
         )

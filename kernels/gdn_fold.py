@@ -23,9 +23,9 @@ from sglang_dflash_kernels.record import record_width
 
 
 class Kept(NamedTuple):
-    """Number of tokens to keep of each request, and its state slots; int32 or int64.
+    """Number of tokens to keep and state slots of each request; int32 or int64.
 
-    No state slot may occur twice, neither within `slot_B` and `track_slot_B` nor across the two.
+    No non-negative state slot may occur twice in `slot_B` and `track_slot_B` together.
     """
 
     slot_B: torch.Tensor  # state slot of each request; negative: a padding request, whose state is not changed

@@ -1,4 +1,4 @@
-"""Penalise the target's logits at every slot, by the tokens of the output and of the drafts up to the slot.
+"""Penalise the target's logits at every slot for tokens that occur in the output or in the drafts up to the slot.
 
 Shapes: B requests, N tokens per block (slot 0 is the anchor), V vocabulary. P of the requests have a penalty, each
 with at most E stop tokens. The table of counts has R rows.

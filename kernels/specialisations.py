@@ -73,7 +73,7 @@ def gdn_fold(*, tracked: bool) -> Hashable:
 
 
 def block_conv(n_taps: int) -> Hashable:
-    """Return the key: the number of taps. One variant serves all block sizes, before and after a sublayer."""
+    """Return the key: the number of taps. One variant serves all block sizes and both convolutions of a sublayer."""
     return n_taps
 
 

@@ -10,7 +10,7 @@ Add = Callable[..., Action]  # `add_argument` of a parser or of a group
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return `; did you mean NAME?` with the known name most similar to `word`; "" if none is. Case is ignored."""
+    """Return `; did you mean NAME?` with the known name most like `word`; "" if no name is similar. Ignores case."""
     by_lower = {name.lower(): name for name in known}
     found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[found[0]]}?" if found else ""

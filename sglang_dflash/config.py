@@ -33,12 +33,12 @@ class DFlashConfig:
     Attributes:
         block_size: N, tokens per block: the anchor and the drafts; at most `draft.block_size`, the trained size.
         widths: verify widths, in tokens per request, that a step may have, ascending; empty on a prefill-only server.
-        copy: use of n-gram copies to continue blocks; OFF if this server cannot copy.
+        copy: use of n-gram copies in place of a block's last drafts; OFF if this server cannot copy.
         gdn_state: method that advances the target's recurrent states; None if it has no such states or this
             server never verifies.
         attention_dp: attention is data parallel, so groups of ranks serve different requests.
-        slots_are_ours: only this worker reads and writes KV slots. False with a host cache
-            (`--enable-hierarchical-cache`) or disaggregation, because SGLang then copies K/V from or to KV slots.
+        slots_are_ours: SGLang copies no K/V out of or into KV slots. False with a host cache
+            (`--enable-hierarchical-cache`), which copies K/V to the host and back, and with disaggregation.
         draft_quantization: value for `--speculative-draft-model-quantization`, applied to the draft's linear layers at
             load; None: not quantized, even if the target is.
         dtype: dtype of the target, also used for the draft's weights and activations, e.g. "bfloat16".

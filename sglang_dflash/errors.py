@@ -1,8 +1,8 @@
 """Errors of this package. A message is one sentence: the input, the value found and the cure.
 
 Wrong input (a bad checkpoint, a contradictory flag) raises ValueError. Valid input that this plugin cannot serve
-exactly raises NotSupported. A model that cannot be downloaded raises NoModelError. An SGLang that this version does not
-fit raises HostMismatch.
+exactly raises NotSupported. A model that cannot be downloaded raises NoModelError. An SGLang that this plugin does not
+support raises HostMismatch.
 """
 
 # Cure in error messages about launches that SGLang's own worker may be able to serve.

@@ -61,7 +61,7 @@ class Flags:
         width_policy: policy that chooses the number of tokens of a block to verify (the width).
         widths: widths to choose from, ascending; empty: the policy's default widths.
         width_trace: directory for a trace of every step's width; None: no trace.
-        copy: use of n-gram copies from a request's token history to continue blocks.
+        copy: use of n-gram copies from a request's token history in place of a block's last drafts.
         fp8_head: score the draft's block with an fp8 copy of the target's head.
         rehearse: emulation of a GPU on the CPU.
         probe: report the worker's internals, see `prove/probe.py`.

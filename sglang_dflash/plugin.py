@@ -80,7 +80,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
 
 def hook_scheduler(config: "DFlashConfig") -> None:
-    """Set and apply the hooks that only a scheduler with DFLASH needs. Their modules are already imported."""
+    """Set and apply the hooks that only a scheduler with DFLASH needs. SGLang has imported the hooked modules."""
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_dflash.draft.weight_push import draft_stays, refuse_unknown, to_target_unless_named
@@ -132,7 +132,10 @@ def hook_scheduler(config: "DFlashConfig") -> None:
 
 
 def add_dflash(result: Any, controller: Any, *_: object) -> Any:
-    """Add this worker's report to SGLang's state. Hook after `SchedulerInternalStateController.get_internal_state`."""
+    """Add the DFLASH worker's report to the result.
+
+    Hook after `SchedulerInternalStateController.get_internal_state`.
+    """
     result.internal_state["dflash"] = controller.scheduler.draft_worker.describe()
     return result
 
@@ -219,8 +222,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 def keep_backend(server_args: Any, name: str) -> None:
     """Declare the draft's backend again if SGLang's resolution has replaced it.
 
-    SGLang replaces `trtllm_mha` if a draft has a full layer and is not causal, although this backend can compute full
-    layers. The dtype of the draft's KV cache and the bytes reserved for the cache depend on the declared backend.
+    SGLang replaces `trtllm_mha` if a draft has a full-attention layer and is not causal, although this backend supports
+    such layers. The draft's KV cache gets its dtype and its reserved bytes from the declared backend.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 

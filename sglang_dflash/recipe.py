@@ -99,7 +99,7 @@ def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
 
 
 def table(recipes: Iterable[Recipe]) -> str:
-    """Return a table of the recipes, with the draft and the number of cards on each GPU."""
+    """Return a table of the recipes, with each recipe's draft and its number of cards by GPU type."""
     rows = [("recipe", "draft", *(gpu.upper() for gpu in GPUS))]
     rows += [(recipe.name, recipe.draft, *(n_cards(recipe, gpu) for gpu in GPUS)) for recipe in recipes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -112,7 +112,7 @@ def n_cards(recipe: Recipe, gpu: str) -> str:
 
 
 def find(name: str) -> str | None:
-    """Return the name of the recipe for `name`, which is a recipe, target or draft; None if there is no such recipe.
+    """Return the name of the recipe whose own name, target or draft is `name`; None if there is no such recipe.
 
     Targets and drafts are named as on the hub, with or without the organisation. Case is ignored.
     """

@@ -3,7 +3,7 @@
     width      choose the verify width           width/chooser.py
     plan       compute the block's KV slots      stages/planner.py
     draft      guess the block                   stages/drafter.py, draft/sglang_model.py
-    copy       end blocks with n-gram copies     stages/copier.py
+    copy       replace last drafts by copies     stages/copier.py
     verify     score the block with the target   stages/verifier.py
     choose     draw the target's own tokens      stages/choice.py
     accept     accept drafts, add the bonus      kernels/accept.py
@@ -251,7 +251,7 @@ class DFlashWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         anchor_B = self.stages.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
-        # Written at once: the scheduler adds these prompts to the prefix cache, whose KV slots also need draft K/V.
+        # This prefill must write the draft's K/V, because the scheduler then adds the prompts to the prefix cache.
         output = result.logits_output
         self.stages.context_kv.append_prompt(batch, output.hidden_states)
         self.stages.copier.read(batch)

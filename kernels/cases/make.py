@@ -75,7 +75,7 @@ def penalise_case(B: int, N: int, V: int, device: str) -> Case:
 
 
 def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: int | None = None) -> Case:
-    """Create the case of a prefill of `n_rows` tokens; with B, of a decode step whose B requests keep some of them."""
+    """Create a prefill of `n_rows` tokens as a case; with B, a decode step that keeps some rows of each request."""
     device = caches.k_L[0].device
     L, G, E = sizes.n_layers, sizes.n_heads, sizes.head_dim
     kv_TL2GE = torch.randn(n_rows, L, 2, G, E, device=device).to(sizes.dtype)

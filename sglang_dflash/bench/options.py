@@ -1,7 +1,7 @@
 """Command line of the benchmark: options for arms, prompts and measurement.
 
 A preset is the set of options of a benchmark that the documentation quotes. Options given with `--preset` replace
-the preset's. Presets serve the tiny hybrid pair without an accelerator, unless other server flags follow `--`.
+the preset's. Presets serve this package's tiny hybrid pair on CPU cores, unless other server flags follow `--`.
 """
 
 import argparse

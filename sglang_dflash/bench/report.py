@@ -206,7 +206,7 @@ def _speed(line: Line, first: str) -> str:
 
 
 def _spread(value: Spread | None, digits: int) -> str:
-    """Return `median (low–high)`, or only the median if low and high are shown equal."""
+    """Return `median (low–high)`, or only the median if low and high are equal once rounded."""
     if value is None:
         return ""
     median, low, high = (f"{number:.{digits}f}" for number in value)

@@ -97,8 +97,8 @@ def summarise(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> 
     """Return a line per task, concurrency (ascending) and arm (in the order of `arms`).
 
     Args:
-        over: names of the baselines. Each arm except the first gets its speedup over every other arm in `over`, which
-            is computed repeat by repeat.
+        over: names of the baselines. Each arm except the first gets its speedup over every other arm in `over`,
+            computed repeat by repeat.
     """
     lines = []
     for task in dict.fromkeys(row.task for row in rows):

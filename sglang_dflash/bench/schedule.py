@@ -62,7 +62,7 @@ Place = tuple[int, int, int]  # index of the task, concurrency, index of the arm
 
 
 def turns(schedule: Schedule, repeat: int, *, n_prompts: Sequence[int], n_arms: int) -> Iterator[Turn]:
-    """Yield the turns of a repeat in order. An arm's unstreamed turn precedes its streamed turn with equal prompts."""
+    """Yield the turns of a repeat in order: an arm's unstreamed turn, then its streamed turn with the same prompts."""
     kinds = (False, True) if schedule.latency and repeat == 0 else (False,)
     places = [(task, concurrency) for task in range(len(n_prompts)) for concurrency in schedule.concurrency]
     if not schedule.together:
@@ -85,7 +85,7 @@ def sampling_of(task: Task, sampling: Sampling) -> Sampling:
 
 @dataclass
 class Bench:
-    """Engines and their measurements so far. Answers are compared with the first engine's."""
+    """Engines and their measurements so far. All answers are compared with `reference`."""
 
     engines: Sequence[Engine]
     tasks: Sequence[Task]
@@ -95,7 +95,8 @@ class Bench:
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions, by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
     widths: list[dict[str, Any]] = field(default_factory=list)  # number of steps at each width, per turn
-    reference: dict[int, list[Completion]] = field(default_factory=dict)  # first answers of the first engine, by task
+    # By task: the first engine's answers in the first repeat, at the first concurrency.
+    reference: dict[int, list[Completion]] = field(default_factory=dict)
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
     warm: set[tuple[int, int]] = field(default_factory=set)  # pairs of arm and concurrency already warmed up

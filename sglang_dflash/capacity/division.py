@@ -31,7 +31,7 @@ IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, subtracted before K a
 
 
 class RadixStates(IntEnum):
-    """State slots per request, by prefix-cache strategy: its own, cached ones, and ones to be cached."""
+    """State slots per request, by prefix-cache strategy: for its own state, cached states, and states to cache."""
 
     EXTRA_BUFFER = 5
     EXTRA_BUFFER_LAZY = 4
@@ -128,7 +128,7 @@ class States(NamedTuple):
 
     n_slots: int  # state slots, without the one for padding
     n_requests: int  # number of requests for which there are enough state slots
-    persistent_bytes: float  # memory of all state slots
+    persistent_bytes: float  # memory of all state slots, padding included
     block_bytes: float  # memory that verifies write: records, or with SGLang's worker a state per token
 
 
@@ -258,7 +258,7 @@ def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, wor
     if recurrent is None:
         return States(0, serving.max_requests, 0, 0)
     state = recurrent.shard(serving.tp_size).state_bytes
-    block = _request_block_bytes(recurrent, serving, worker) / state  # size of a request's block, in states
+    block = _request_block_bytes(recurrent, serving, worker) / state  # a block's memory, as a multiple of a state's
     n_slots = serving.max_requests
     if serving.radix is not RadixStates.OFF:
         budget = rest * serving.mamba_ratio / (1 + serving.mamba_ratio)

@@ -53,7 +53,7 @@ def machine() -> str:
 
 
 def launch(argv: Sequence[str]) -> tuple[str, str]:
-    """Resolve and check the arguments of a launch, which compares target, draft and flags with each other.
+    """Resolve the arguments of a launch, and check target, draft and flags against each other.
 
     Returns:
         A line with block, window, backend, draft and notes, and a text with the whole configuration.

@@ -181,7 +181,7 @@ class CpuAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **others: object,
     ) -> torch.Tensor:
-        """Attend with q [T, A E], after writing k, v [T, G, E] to the batch's slots; returns [T, A E]."""
+        """Attend with q [T, A E], after writing k, v [T, G, E] to the batch's KV slots; returns [T, A E]."""
         self._write(k, v, layer, forward_batch.out_cache_loc if save_kv_cache else None, others)
         return self._attend_rectangles(q, layer)
 
@@ -195,7 +195,7 @@ class CpuAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **others: object,
     ) -> torch.Tensor:
-        """Attend with q [T, A E], after writing k, v [T, G, E] to the batch's slots; returns [T, A E]."""
+        """Attend with q [T, A E], after writing k, v [T, G, E] to the batch's KV slots; returns [T, A E]."""
         self._write(k, v, layer, forward_batch.out_cache_loc if save_kv_cache else None, others)
         if forward_batch.forward_mode.is_target_verify():
             return self._attend_rectangles(q, layer)

@@ -140,7 +140,7 @@ class _Chunks:
         return x.unflatten(0, (self.n_chunks, -1))
 
     def in_order(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return a pair for each j: rows of the sequences' j-th chunks, and indices of the sequences that have one."""
+        """Return for each chunk number j the rows of the sequences' j-th chunks, and the indices of these sequences."""
         steps = []
         for j in range(max(self._n_chunks_B.tolist(), default=0)):
             sequences = (self._n_chunks_B > j).nonzero().flatten()

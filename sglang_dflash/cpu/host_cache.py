@@ -16,7 +16,7 @@ Layers = Sequence[torch.Tensor]
 def transfer_kv_direct(
     src_layers: Layers, dst_layers: Layers, src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int
 ) -> None:
-    """Copy tokens layer by layer."""
+    """Copy tokens between two pools with one tensor per layer."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices.long()] = source[src_indices.long()]
 
@@ -38,7 +38,7 @@ def transfer_kv_per_layer_direct_pf_lf(
 def transfer_kv_all_layer_direct_lf_pf(
     src_ptrs: Layers, dst_ptrs: Layers, src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int
 ) -> None:
-    """Copy all layers of a device, keys before values, to the host's pages."""
+    """Copy all layers of the device pool to the host's pages. `src_ptrs` has the layers' keys, then their values."""
     at, n_layers = dst_indices.long(), len(src_ptrs) // len(dst_ptrs)
     for i, layer in enumerate(src_ptrs):
         dst_ptrs[i // n_layers][at // page_size, i % n_layers, at % page_size] = layer[src_indices.long()]

@@ -86,8 +86,8 @@ def fused_commit_track_indices(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Find in every block the block slot of the last kept row, and the one that completes a track interval.
 
-    With a prefix of p tokens and n kept rows, the last multiple of the interval is m = (p + n) // interval * interval.
-    Block slot m - p - 1 completes the interval if m > p.
+    The prefix cache gets the states at multiples of `mamba_track_interval` tokens. With a prefix of p tokens and n kept
+    rows, the last multiple is m = (p + n) // interval * interval. Block slot m - p - 1 completes the interval if m > p.
 
     Args:
         accept_index: int64 [B, at most N], the indices of the kept rows in the packed blocks [B * N].

@@ -81,7 +81,7 @@ def pack_again(model: torch.nn.Module) -> None:
 
 @cache  # called for every model, wraps once
 def install() -> None:
-    """Wrap SGLang's methods that change weights in place. The plugin may hook them before or after this call."""
+    """Wrap SGLang's in-place weight updates to pack the weights again. The plugin may hook them earlier or later."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.utils.weight_checker import WeightChecker
 

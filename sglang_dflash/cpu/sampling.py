@@ -71,7 +71,7 @@ def tree_speculative_sampling_target_only(
 
 
 def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:
-    """Return the first tokens whose cumulative weights exceed coin * total, int64 [B]."""
+    """Return each request's first token whose cumulative weight exceeds coin * total, int64 [B]."""
     cumulative_BV = weight_BV.double().cumsum(dim=1)
     threshold_B1 = coin_B[:, None].double() * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1).clamp(max=weight_BV.shape[1] - 1)

@@ -72,7 +72,7 @@ def own_names(files: Iterable[tuple[str, Mapping[str, Value]]]) -> dict[str, Val
     """Return the tensors by name without the prefix `model.`, which some exporters add, and without rotary tables.
 
     Args:
-        files: names of the draft's files, each with its tensors, or the tensors' shapes, by name.
+        files: pairs of a file's name, and its tensors or their shapes by name.
     Raises:
         ValueError: two tensors have the same name, so a loader would take either.
     """

@@ -1,4 +1,4 @@
-"""Last part of the draft's forward: tokens from hidden states, by the target's head or DFlash 2's selector."""
+"""Last part of the draft's forward: tokens from hidden states, by the target's head and DFlash 2's selector, if any."""
 
 from __future__ import annotations
 

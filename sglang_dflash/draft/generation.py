@@ -1,4 +1,4 @@
-"""Result of a decode step in plain Python, for models of any framework, and its cut at the end of the answer."""
+"""Result of a decode step, without torch or MLX types, and a function that cuts it where the answer ends."""
 
 from collections.abc import Container
 from typing import NamedTuple

@@ -12,7 +12,7 @@ ROWS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # t
 def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int) -> None:
     """Check that hidden size, vocabulary and layers of the draft's config fit the target.
 
-    Only a selector has rows per token. So without a selector the draft's `vocab_size` may differ from the target's.
+    Without a selector the draft has no row per token id, so its `vocab_size` may differ from the target's.
 
     Args:
         draft: fields of the draft.

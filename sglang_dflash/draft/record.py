@@ -27,7 +27,7 @@ class Checkpoint:
     Sizes are for all ranks together. In a full layer a slot attends to the whole context and its whole block. In a
     sliding layer a slot attends to `sliding_window` tokens: itself and the tokens before it. If `sliding_is_causal` is
     False, it also attends to up to `sliding_window` - 1 tokens after it. The six fields from `conv_kernel_size` to
-    `final_logit_softcapping` are DFlash 2's. A size of 0 means that the draft lacks this part.
+    `final_logit_softcapping` are DFlash 2's. A size of 0 means that the draft has no convolutions or no selector.
 
     Raises:
         ValueError: the fields contradict each other.
@@ -54,7 +54,7 @@ class Checkpoint:
     target_layer_ids: tuple[int, ...]  # target layers whose outputs are the features, in this order
     dtype: str = "bfloat16"
     conv_kernel_size: int = 0  # number of taps
-    conv_group_size: int = 0  # number of channels that share the token-dependent term of the taps
+    conv_group_size: int = 0  # channels per group; a group shares the kernel term computed from the hidden state
     selector_rank: int = 0  # width of a row of the selector's codebooks
     selector_top_k: int = 0  # number of candidates per slot
     output_multiplier: float = 1.0  # scales the candidates' logits

@@ -18,7 +18,7 @@ from sglang_dflash.draft.target_ends import TargetEnds, best_candidates
 
 
 class SGLangBlockConv(nn.Module):
-    """Convolutions before and after one sublayer. All ranks have all weights, because all have all hidden states."""
+    """Convolutions before and after one sublayer. Every rank has all weights, because it has all hidden states."""
 
     def __init__(self, hidden_size: int, n_taps: int, group_size: int) -> None:
         super().__init__()

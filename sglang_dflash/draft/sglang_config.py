@@ -34,7 +34,7 @@ def read_draft(
     SGLang's reader needs a model type, which configs of some trainers lack. With `--trust-remote-code` it also imports
     the classes that a config's `auto_map` names, and their files are often left out of a draft. If this plugin's reader
     rejects a draft, SGLang reads the draft, because another algorithm may serve it. With DFLASH,
-    `plugin.resolve` has refused such a draft before.
+    `plugin.resolve` has already rejected it.
     """
     if (ours := own_config(model, revision)) is not None:
         return ours

@@ -116,7 +116,7 @@ class DraftAttention(nn.Module):
         return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
 
     def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Compute `norm_rotate_in_one` with SGLang's layers, for dtypes that the fused kernel does not support."""
+        """Return the same as `norm_rotate_in_one`, from SGLang's layers, for dtypes that the fused kernel lacks."""
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
         return *self.rotary_emb(positions_T, q, k), v
@@ -176,8 +176,8 @@ class DFlashDraftModel(nn.Module):
 
     # The attributes from here to `kv_shape` are set by `attach`.
     ends: TargetEnds
-    # Weights of the q, k and v projections, stacked over layers: X rows per layer, those of k and v from `first_k_row`
-    # on. None: the projections are quantized.
+    # Weights of the q, k and v projections, stacked over layers, X rows per layer. The rows of k and v begin at
+    # `first_k_row`. None: the projections are quantized.
     qkv_LXH: torch.Tensor | None
     bias_LX: torch.Tensor | None  # biases of the q, k and v projections; None: there are no biases
     k_norm_LE: torch.Tensor  # weights of the norm of K
@@ -207,7 +207,7 @@ class DFlashDraftModel(nn.Module):
         return self.config.sliding_window - 1 if "sliding_attention" in self.config.layer_types else None
 
     def attach(self, ends: TargetEnds, max_position: int) -> None:
-        """Store the target's embedding and head, and stack the weights that `context_kv` uses over all layers.
+        """Store the target's embedding and head, and stack the layers' weights that `context_kv` uses.
 
         Args:
             ends: the target's embedding and head.
@@ -246,9 +246,9 @@ class DFlashDraftModel(nn.Module):
         Args:
             input_ids: int64 [B * N], for each block its anchor and N - 1 mask tokens.
             positions: int64 [B * N].
-            n_filled: number of slots of each block to return; None: all. SGLang's graph runner needs all.
+            n_filled: number of slots of each block to return; None: all N, which SGLang's graph runner needs.
         Returns:
-            SGLang's output type, whose `hidden_states` are the tokens, int64 [B * N]: the anchors and the drafts.
+            SGLang's output type, whose `hidden_states` are the anchors and drafts, int64 [B * N] or [B * n_filled].
             SGLang's graph runner returns one row of this field per input token.
         """
         hidden_TH, residual_TH = self.forward_embed(input_ids), None

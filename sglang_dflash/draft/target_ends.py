@@ -37,7 +37,7 @@ class TargetEnds(NamedTuple):
     first_token: int  # token id of the first row of this rank's shard
     tp_group: GroupCoordinator | None  # ranks that split the head; None: each rank has the whole head
     top_k: TopK = torch.topk
-    by_method: bool = False  # head.quant_method computes the logits: the weights are quantized or packed
+    by_method: bool = False  # head.quant_method computes the logits: the weights are quantized, or packed for a CPU
     fp8_head: Fp8Head | None = None  # used for the draft's blocks instead of `head`
 
 
@@ -79,7 +79,7 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
 
 
 def is_quantized(head: nn.Module) -> bool:
-    """Return whether the weights of a head are quantized; packed weights are not."""
+    """Return whether the weights of a head are quantized. Weights that are only packed for a CPU are not."""
     unquantized = isinstance(head.quant_method, UnquantizedEmbeddingMethod)
     return not has_weight(head) or (uses_method(head) and not unquantized)
 
@@ -151,8 +151,8 @@ def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """Return the logits of this rank's shard of the vocabulary, [T, V].
 
     `hidden_TH` must be contiguous. For a strided [B, D, H], PyTorch would expand the head and read it once per request.
-    `quant_method` of a quantized or packed head computes the logits as for the target. With `fp8_head`, weights and
-    hidden states are rounded to fp8.
+    If the head is quantized or packed, its `quant_method` computes the logits, as for the target. With `fp8_head`,
+    weights and hidden states are rounded to fp8.
     """
     if ends.fp8_head is not None:
         return ends.fp8_head.logits(hidden_TH)[:, : ends.n_vocab]

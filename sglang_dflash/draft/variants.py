@@ -1,4 +1,4 @@
-"""Rejection of other drafters that resemble DFlash, by their config.
+"""Checks of a draft's config that reject other drafters.
 
 Other drafters share DFlash's checkpoint layout and even its architecture name. Without these checks they would be
 loaded as DFlash without an error, and hardly any draft would be accepted.
@@ -77,8 +77,8 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
     """Check that the computation of a draft is DFlash's.
 
     Raises:
-        NotSupported: `config` belongs to another drafter, or requires a part that DFlash does not have.
-        ValueError: `config` has no `dflash_config`.
+        NotSupported: the draft is another drafter's, is quantized, or requires a part that DFlash does not have.
+        ValueError: `architectures` is not a list, or `config` has no `dflash_config`.
     """
     _refuse_anchor_first(config, path)
     _refuse_quantized(config, path)

@@ -66,7 +66,7 @@ def require_all_known(names: Iterable[str], parameters: Container[str]) -> None:
 
 
 def is_unused(name: str) -> bool:
-    """Return whether a tensor is not loaded, because it is the target's or a buffer computed from the config."""
+    """Return whether a tensor is not loaded: the draft never uses it (`BORROWED`), or computes it (`ROTARY`)."""
     return name.removeprefix("model.") in BORROWED or name.endswith(ROTARY)
 
 

@@ -52,7 +52,7 @@ def check_asked(_: None, request: GenerateReqInput) -> None:
     """Check a request as the client sent it. Hook after `GenerateReqInput._handle_parallel_sampling`.
 
     Raises:
-        ValueError: the request asks for too many answers, or sets `lora_id`, which only SGLang may set.
+        ValueError: n times the number of prompts is too large, or the client set `lora_id`, which only SGLang may set.
     """
     if request.lora_id is not None:
         raise ValueError("lora_id is internal to SGLang; leave it out, and name an adapter in lora_path")

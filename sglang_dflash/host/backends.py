@@ -42,14 +42,14 @@ class Backend:
 # Backends in order of preference. The comments name the file and function in SGLang 0.5.23 that compute the mask. Masks
 # are exact, except flashinfer's in sliding layers (see the module docstring).
 BACKENDS = {
-    # flashattention_backend.forward_extend: each layer's attn_type sets causal, and the window is (left, right). The
-    # kernels for compute capability 8.x support only fp16 and bf16 caches.
+    # flashattention_backend.forward_extend: each layer's attn_type sets causal. In a non-causal layer the window also
+    # limits later tokens. The kernels for compute capability 8.x support only fp16 and bf16 caches.
     "fa3": Backend(devices=("sm80", "sm89", "sm90"), fp8_kv=("sm90",)),
     # The code of fa3, with other kernels for 12.x (flash_attention_v4_sm120.py). kv_cache_dtype.py: K and Q must have
     # one dtype, so the cache of a DFLASH draft has the draft's dtype.
     "fa4": Backend(devices=("sm90", "sm100", "sm110", "sm120"), fp8_kv=(), own_kv=True),
     # trtllm_mha_backend.forward_extend: a causal layer runs in the verify kernel. In a non-causal layer each slot is a
-    # separate sequence over context and whole block (encoder_page_table), so all slots would get the last one's window.
+    # separate sequence over context and whole block (encoder_page_table), so all would get the last slot's window.
     "trtllm_mha": Backend(
         devices=("sm90", "sm100", "sm120"),
         fp8_kv=("sm90", "sm100", "sm120"),
@@ -58,7 +58,7 @@ BACKENDS = {
         slides_both_ways=False,
     ),
     # flashinfer_backend.forward_extend: each layer sets causal. update_sliding_window: K and V of a request are cut to
-    # one window, and within the cut the kernel of a verify applies no window.
+    # one window. Within the cut a verify applies no window, and the draft's block runs as a verify.
     "flashinfer": Backend(
         devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120")
     ),

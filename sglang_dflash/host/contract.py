@@ -1,6 +1,6 @@
 """Host contract: checks that the running SGLang has the modules, classes, functions and members that this package uses.
 
-`check` compares the running SGLang with names of the table in `sglang-0.5.23.txt`, and stops at the first difference.
+`check` compares the running SGLang with names from the file `sglang-0.5.23.txt`, and stops at the first difference.
 `source.py` compares the same names with SGLang's source, without importing SGLang.
 """
 
@@ -61,7 +61,7 @@ def require_hooks(*targets: str) -> None:
 
 
 def set_hooks(hooks: "Hooks") -> None:
-    """Set hooks, given by hooked name, and check that SGLang has applied them.
+    """Set hooks, each given under the name that it hooks, and check that SGLang has applied them.
 
     Raises:
         HostMismatch: see `require_hooks`.

@@ -33,7 +33,7 @@ class DraftInput(SpecInput):
     bonus_tokens: torch.Tensor  # anchor_B, int64
     new_seq_lens: torch.Tensor  # prefix_len_B, int64
     future_indices: torch.Tensor | None = None  # index of each request in the relay; set by the overlap schedule
-    allocated_B_cpu: torch.Tensor | None = None  # int32, KV slots per request; set by prepare_for_decode
+    allocated_B_cpu: torch.Tensor | None = None  # int32, number of KV slots of each request; set by prepare_for_decode
 
     # Fields that SGLang's relay reads, but that only other algorithms use.
     topk_p = topk_index = hidden_states = draft_probs = None

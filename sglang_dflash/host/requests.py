@@ -3,8 +3,8 @@
 SGLang tests all tokens of a step together for the end of the answer: stop strings in the order of the request's list,
 then stop tokens. If a step contains two stops, SGLang may find the later one. Then the answer would be longer than
 without speculation. So when a request with stop strings or patterns has ended, SGLang's test is repeated after each
-token. A test after every token searches fewer tokens for a stop string, so the repetition may find no end. In this case
-the request continues.
+token. The test of one token searches a shorter tail of the answer for stop strings than the test of a step. So the
+repetition may find no end. Then the request continues.
 
 SGLang ends an aborted request without this test, so the answer contains its whole last block, even past a stop token or
 `max_new_tokens`. Here the test also runs for aborted requests, and cuts the answer. The finish reason remains the

@@ -36,10 +36,10 @@ class DraftKV(Protocol):
     """Storage of the draft's context K/V."""
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return hooks that make SGLang count this memory, and for ring buffers also read the end of each prompt.
+        """Return hooks that make SGLang count this memory. With ring buffers, a hook also limits prefix cache hits.
 
         Args:
-            recurrent: the target has recurrent layers, so it needs no hook for the end of a prompt.
+            recurrent: the target has recurrent layers, so hits are not limited, see `leave_the_end`.
         """
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
@@ -49,7 +49,7 @@ class DraftKV(Protocol):
         """Return the finder of the draft's KV slots. Call this after pools and attention backends are created."""
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
-        """Return, by name of a pool, its size and a function for the number in use, for metrics."""
+        """Return metrics: for each pool's name, its size and a function that returns the number in use."""
 
 
 def draft_kv(window: int | None, widest: int, disaggregation: str) -> DraftKV:
@@ -151,7 +151,7 @@ class Rings:
     def available_bytes(
         self, stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float
     ) -> int:
-        """Return this rank's bytes for pools, minus those of all rings.
+        """Return this rank's bytes for pools, minus the bytes of all rings.
 
         Hook around `KVCacheConfigurator._profile_available_bytes`.
 

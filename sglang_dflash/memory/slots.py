@@ -111,8 +111,8 @@ class RingSlots:
         assert n_rows * size <= draft_runner.max_total_num_tokens, "a ring for every row"
         assert self.table.shape == (n_rows, size), "a row for every ring"
         self.first_R = torch.zeros(n_rows, dtype=torch.int64, device=device)  # first position in the ring of each row
-        # Host copies by row: `first_R`, SGLang's counter of the requests that had the row, and the number of prompt
-        # tokens read so far.
+        # On the host, by row: a copy of `first_R`, SGLang's count of requests that have had the row (`req_generation`),
+        # and the number of prompt tokens read so far.
         self.first_R_cpu = np.zeros(n_rows, np.int64)
         self.generation_R, self.end_R = np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
         self.columns = torch.arange(window + self.page - 1 + widest, device=device)

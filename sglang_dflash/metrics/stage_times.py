@@ -113,7 +113,7 @@ class Timer(Protocol):
 
 
 def measured(stages: Stages, times: Timer) -> Stages:
-    """Return `stages` with copies whose methods are measured by `times`, for each stage in `STAGES`."""
+    """Return `stages` with each stage in `STAGES` replaced by a duplicate whose methods `times` measures."""
     timed, copier, verifier = times.timed, stages.copier, stages.verifier
     return stages._replace(
         drafter=with_methods(stages.drafter, draft=timed("draft", stages.drafter.draft)),
@@ -127,6 +127,6 @@ def measured(stages: Stages, times: Timer) -> Stages:
 
 
 def time_stages(stages: Stages, device: str) -> tuple[Stages, StageTimes]:
-    """Return the stages, and the recorder of their times. Measured copies replace the stages named in `STAGES`."""
+    """Return the stages, measured as in `measured`, and the recorder of their times."""
     times = StageTimes(HostClock() if device == "cpu" else DeviceClock(device))
     return measured(stages, times), times

@@ -1,7 +1,7 @@
 """DFlash or DFlash 2 draft in MLX: the computation of `sglang_dflash.model.draft`, for one block of one sequence.
 
-Shapes: S committed tokens or slots, N slots of a block, D = N - 1 drafts, T visible context tokens, H hidden, C
-features, E head width, V vocabulary, K candidates, R rank of the selector; 1 is the batch.
+Shapes: S committed tokens, slots or taps of a convolution; N slots of a block, D = N - 1 drafts, T visible context
+tokens, H hidden, C features, E head width, V vocabulary, K candidates, R rank of the selector; 1 is the batch.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class Mlp(nn.Module):
 
 
 class BlockConv(nn.Module):
-    """DFlash 2's convolution over slots around a sublayer, see `sglang_dflash.model.second`."""
+    """DFlash 2's convolutions over slots, before and after a sublayer, see `sglang_dflash.model.second`."""
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()

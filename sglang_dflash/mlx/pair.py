@@ -58,7 +58,7 @@ def load(model: str, draft: str) -> Pair:
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary embedding's fields under the names that Transformers 4 wrote.
 
-    Transformers 5 writes them into `rope_parameters`, which mlx-lm's Llama ignores. Its own theta is 10,000.
+    Transformers 5 writes them into `rope_parameters`. mlx-lm's Llama ignores `rope_parameters` and takes theta 10,000.
     """
     rope = config.get("rope_parameters") or {}
     if "rope_theta" in config or "rope_theta" not in rope:

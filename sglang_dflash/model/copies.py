@@ -10,7 +10,7 @@ from sglang_dflash.draft.generation import DecodedStep
 
 
 class Copies:
-    """Token history of one sequence, with the counts by which its copies are trusted (see `kernels/copy_draft.py`)."""
+    """Token history of one sequence, and the counts that decide if a copy is trusted (see `kernels/copy_draft.py`)."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.text = list(prompt)
@@ -30,9 +30,9 @@ class Copies:
         return self.copied.tokens_BN[0].to(tokens_N.device)
 
     def weigh(self, step: DecodedStep) -> None:
-        """Count the gain of each n-gram match in the last block, copied or not, and extend the history.
+        """Count the gain of n-gram matches in the last block, copied or not, and extend the history.
 
-        `step` must not be cut by `ended`.
+        A match counts if all guesses before it equal the committed tokens. `step` must not be cut by `ended`.
         """
         committed_1N = torch.zeros_like(self.block_1N)
         committed_1N[0, : len(step.committed)] = torch.tensor(step.committed)

@@ -37,7 +37,10 @@ class ContextKV(NamedTuple):
 
 
 class Norm(nn.RMSNorm):
-    """RMS norm in its input's dtype. If weight and input differ in dtype (autocast), PyTorch's kernel is not fused."""
+    """RMS norm in its input's dtype.
+
+    Under autocast the weight is cast to this dtype, because PyTorch's fused kernel needs equal dtypes.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)

@@ -30,7 +30,7 @@ class Options:
     width: number of tokens verified per step; more than the block only with `copies`. None: the block size.
     draft_window: largest number of context tokens that a block attends to; None: no limit.
     page_size: tokens per KV page. The window begins at a page boundary, so it is up to `page_size` - 1 tokens longer.
-    n_unseen: number of first tokens that the draft never attends to, like a cached prefix with a ring buffer.
+    n_unseen: the draft never attends to this many first tokens, as on a server whose ring buffer lacks a cached prefix.
     copies: replace the block's last guesses by n-gram copies, see `kernels/copy_draft.py`.
     generator: random generator for temperature > 0, on the target's device; None: torch's default.
     """

@@ -34,6 +34,6 @@ The emulation tests the Python code of capture and replay, the metadata, each ba
 and the arithmetic of Triton kernels. It checks three properties of a captured forward. The forward does not depend on
 the host. A replay reads the values of its own step. No tensor is read after its memory is freed.
 
-Not tested: the kernels of FlashAttention, FlashInfer and TensorRT-LLM, bf16 and fp8, alignment beyond assertions, NCCL,
-memory sizes and speed.
+Not tested: the kernels of FlashAttention, FlashInfer and TensorRT-LLM, bf16 and fp8, alignment that no assertion
+checks, NCCL, memory sizes and speed.
 """

@@ -5,7 +5,7 @@
 metadata. Here and in `trtllm.py` they fill output rows that belong to no request with NaN.
 
 Dimension key: B requests, T packed queries, A query heads, G KV heads, E head width of q and k, F head width of v, N
-queries and L keys of a request, P columns of the page table.
+queries and L keys of a request, P columns of the page table. At the end of a name, B1 is B + 1.
 """
 
 from __future__ import annotations

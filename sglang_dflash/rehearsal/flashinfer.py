@@ -1,6 +1,7 @@
 """Definitions of FlashInfer's compiled modules. FlashInfer's Python runs unchanged: wrappers, plans, workspaces.
 
-A module is compiled with or without a sliding window. SGLang's verify plans all layers without a window.
+A module is compiled with or without a sliding window. Without one it ignores `window_left`. SGLang's verify plans all
+layers without a window.
 
 Dimension key: as in `attention.py`.
 """

@@ -148,7 +148,7 @@ def launch(fn: Function) -> Function:
 
 
 class EventInGraph(streams.Event):
-    """CUDA's external event: if its record is captured, every replay records the event again at the same point."""
+    """CUDA's external event: if a call of `record` is captured, each replay repeats it at the same point."""
 
     record = launch(streams.Event.record)
 

@@ -82,7 +82,7 @@ def unwatch() -> None:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Allow host reads of device tensors inside the context. A launch needs this, because it runs on the device."""
+    """Allow host reads of device tensors inside the context. A launch needs this: its Python stands for a kernel."""
     global _refusal
     before, _refusal = _refusal, None
     try:

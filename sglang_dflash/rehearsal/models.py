@@ -18,7 +18,7 @@ _EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 
 def before_loading() -> None:
-    """Set `torch.cpu` as the default device module of each PyTorch build. Qwen3-Next creates norms on its device."""
+    """Let `torch.get_device_module()` return `torch.cpu` in CUDA builds too. Qwen3-Next uses it to place its norms."""
     get_device_module = torch.get_device_module
 
     def default_here(device: torch.device | str | None = None) -> ModuleType:

@@ -1,8 +1,8 @@
 """Replacements where SGLang 0.5.23 orders streams only on CUDA, so that the overlap schedule runs as on a GPU.
 
 Not covered:
-- code that skips `record_stream` for "cpu" tensors: in mixed batches, and for the indices in SGLang's relay buffers
-  (the scheduler keeps these indices for two steps anyway)
+- SGLang's code that skips `record_stream` for "cpu" tensors. It runs in mixed batches, and for the indices in relay
+  buffers. The scheduler keeps these indices for two steps anyway.
 - the unified memory pool, HiCache, pipeline parallelism and disaggregation
 """
 

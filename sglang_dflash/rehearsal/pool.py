@@ -1,10 +1,10 @@
 """Memory of captured graphs: one private pool for all graphs of a process, as in SGLang.
 
-Blocks are assigned by CUDACachingAllocator's rules. Sizes are rounded up to 512 bytes. The smallest free block that
-fits is taken, and among equal blocks the one at the lowest address. A large enough remainder is split off, and free
-neighbours are merged. Blocks of up to 1 MiB never share a segment with larger blocks. If no free block fits, a segment
-is added: 2 MiB for blocks of up to 1 MiB, and 20 MiB for larger blocks below 10 MiB. From 10 MiB on the segment has the
-block's size, rounded up to a multiple of 2 MiB.
+Blocks are assigned by CUDACachingAllocator's rules. Sizes are rounded up to multiples of 512 bytes. The smallest free
+block that fits is taken, and among equal blocks the one at the lowest address. A large enough remainder is split off,
+and free neighbours are merged. Blocks of up to 1 MiB never share a segment with larger blocks. If no free block fits, a
+segment is added: 2 MiB for blocks of up to 1 MiB, and 20 MiB for larger blocks below 10 MiB. From 10 MiB on the segment
+has the block's size, rounded up to a multiple of 2 MiB.
 
 A block is free when its last tensor is deleted. Then the next tensor of the same stream may reuse the block, in this or
 a later graph. A segment belongs to the stream that requested it. Captured launches hold only addresses, so they do not

@@ -2,12 +2,13 @@
 
 Streams and the host are actors. Each actor has a vector clock: the part of every other actor's work that is certainly
 finished. A launch is ordered after the host's earlier actions. `wait_stream`, `wait_event` and waits of the host join
-clocks. Nothing else orders two actors. For each memory the last write and later reads are recorded. An access must be
-ordered after earlier accesses that conflict with it. Otherwise `UnorderedAccess` is raised, with both places in code.
+clocks. Nothing else orders two actors. For each piece of memory the last write and later reads are recorded. An access
+must be ordered after earlier accesses that conflict with it. Otherwise `UnorderedAccess` is raised, with both places in
+code.
 
-Views share the memory of their storage, and the pool of captured graphs is one memory. By the rule of CUDA's caching
-allocator, freed memory returns to its stream, whose next tensor may reuse it. The reuse must be ordered after all uses
-by other streams. Otherwise `record_stream` is needed, which makes the allocator wait for these streams.
+Views share the memory of their storage, and the pool of captured graphs is one piece of memory. By the rule of CUDA's
+caching allocator, freed memory returns to its stream, whose next tensor may reuse it. The reuse must be ordered after
+all uses by other streams. Otherwise `record_stream` is needed, which makes the allocator wait for these streams.
 
 `watch.py` determines which operations touch which memory.
 """
@@ -27,7 +28,7 @@ Clock = dict["Actor", int]
 Place = tuple[tuple[str, int], ...]  # (file, line) of calls, innermost first
 
 MIB = 1 << 20
-NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")  # parts of paths to omit in messages
+NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")  # messages omit code in such paths
 N_SHOWN = 3  # number of lines of code per access in a message
 
 
@@ -76,7 +77,7 @@ class Access(NamedTuple):
 
 
 def access(actor: Actor, what: str) -> Access:
-    """Return a new access by `actor`, called from the innermost code outside torch and the emulation."""
+    """Return a new access by `actor`. Its place is the innermost code outside torch and the emulation."""
     return Access(actor, actor.act(), what, tuple(here()))
 
 

@@ -66,7 +66,7 @@ class Tape(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name in ALLOCATES:
             return self.new(out)
-        if name.startswith("c10d::"):  # writes to its arguments, which its schema does not declare
+        if name.startswith("c10d::"):  # writes to its arguments, but its schema does not declare this
             return self.record(functools.partial(run_collective, func), args, kwargs, out, mutates=True)
         return self.record(func, args, kwargs, out, mutates=func._schema.is_mutable)
 

@@ -1,7 +1,7 @@
 """Definitions of the kernels of FlashInfer's TensorRT-LLM entry points. FlashInfer's Python runs unchanged.
 
 On sm90 the kernel XQA decodes and verifies (with a bit mask for the block), and fmha v2 reads prompts. On sm100
-trtllm-gen decodes, verifies and reads prompts. These kernels ignore a page table's strides and take its width instead.
+trtllm-gen decodes, verifies and reads prompts. These kernels take a page table's width for its row stride.
 
 Dimension key: as in `attention.py`.
 """
@@ -247,7 +247,7 @@ def fmha_v2(
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Emulate fmha v2, which reads prompts over pages.
+    """Emulate fmha v2, which computes the attention of prompts over a paged cache.
 
     With a page table [B, P], the values of a page must follow its keys in memory. A page table [B, 2, P] locates keys
     in its first half and values in its second. Both halves are block indices counted from the first page of keys.

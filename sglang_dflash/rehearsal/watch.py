@@ -173,8 +173,8 @@ def launch() -> Iterator[None]:
 def interpreted(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the launch of a kernel in Triton's interpreter, to record its accesses.
 
-    Arguments that the kernel changes count as written, all other arguments as read. A write without a change is not
-    seen, because the interpreter writes all arguments back.
+    Arguments that the kernel changes count as written, all other arguments as read. The interpreter copies all
+    arguments back after a launch, so a write that changes no value is not seen.
     """
 
     @functools.wraps(call)
@@ -253,7 +253,7 @@ def _in_factory() -> Iterator[None]:
 def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        # The torch-function stack is not empty inside `with torch.device(...)`.
+        # Inside `with torch.device(...)` tensors are created on that device, and the torch-function stack is not empty.
         on_host = kwargs.get("device") is None and not _len_torch_function_stack()
         data = args[0] if args else kwargs.get("data")
         if pin_memory and original is _tensor and isinstance(data, np.ndarray | torch.Tensor):

@@ -1,7 +1,7 @@
 """Arms of a benchmark: the servers that it starts and compares. They differ in speculation and environment.
 
     off      no speculation
-    mtp      the target's own MTP layers draft
+    mtp      drafts of the target's own MTP layers
     stock    SGLang's DFLASH worker
     ours     this plugin's worker
 
@@ -29,7 +29,7 @@ ANNOUNCEMENT = " serves DFLASH: "
 OFF, MTP, STOCK, OURS = ARMS = ("off", "mtp", "stock", "ours")
 SERVE = (sys.executable, "-m", "sglang.launch_server")
 SPECULATIVE = "--speculative-"
-# Fields of config.json with the number of MTP layers, a target's own drafter.
+# Fields of config.json that give the number of MTP layers. With these layers a target drafts for itself.
 MTP_FIELDS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -55,7 +55,8 @@ def launches(
 
     Raises:
         ValueError: the flags name no model or not DFLASH, or the model's config.json is not available. Or an arm is
-            unknown or unsupported by the model. Or two arms have equal names after `portable` has shortened paths.
+            unknown, has an invalid environment, or needs MTP layers that the model lacks. Or two arms have equal names
+            after `portable` has shortened the paths in them.
     """
     model = value_of("--model-path", flags) or value_of("--model", flags)
     if model is None:
@@ -144,10 +145,10 @@ def value_of(flag: str, flags: Sequence[str]) -> str | None:
 
 
 def mtp_layers(model: str) -> int:
-    """Return the number of MTP layers of a model, a directory or a repository id.
+    """Return the number of MTP layers of `model`, which is a directory or a repository id.
 
     Raises:
-        ValueError: the model's config.json is not available.
+        ValueError: the model's config.json is not available, or contains no JSON object.
     """
     file = Path(model) / "config.json"
     try:

@@ -3,8 +3,8 @@
 The GPU emulation checks the budget if SGLANG_DFLASH_REHEARSE contains `,streams`. It checks only steps that replay
 graphs and have only plain greedy requests.
 
-A launch is a kernel, a copy or a replayed graph. `LAUNCHES` lists the number on a GPU, computed from SGLang's CUDA
-branches and not measured, and the limit in the emulation. The limit is higher if SGLang's CPU form of a CUDA kernel has
+A launch is a kernel, a copy or a replayed graph. `LAUNCHES` lists the number on a GPU, counted in SGLang's CUDA
+code and not measured, and the limit in the emulation. The limit is higher if SGLang's CPU form of a CUDA kernel has
 several operations. Examples are filling a graph's inputs, norms, and the windows of a convolution.
 
     stage      GPU  launches on a GPU
@@ -57,8 +57,8 @@ def draft_forward(n_layers: int, *, second: bool, ranks: bool, fp8_head: bool) -
     """Return the limit of launches in a captured forward of an unquantized draft, in the emulation.
 
     On a GPU (computed, not measured) each layer has 10 launches. Outside the layers there are 7: embedding, norm,
-    packed rows, head, argmax (2) and the tokens. In the emulation a norm has 7 launches, an activation 2, and a write
-    of K and V 2.
+    packing the drafts' rows, head, argmax (2) and joining anchors and drafts. In the emulation a norm has 7 launches,
+    an activation 2, and a write of K and V 2.
 
     Args:
         n_layers: number of draft layers.

@@ -52,7 +52,7 @@ def build_stages(
         ranks: arrangement of the ranks, see `OneGroup`.
         widths: verify widths.
         copy: use of n-gram copies.
-        slots_are_ours: only this worker reads and writes KV slots, see `DFlashConfig`.
+        slots_are_ours: SGLang copies no K/V out of or into KV slots, see `DFlashConfig`.
         on_host: the target runs on the CPU, without GPU emulation.
     """
     target = worker.model_runner

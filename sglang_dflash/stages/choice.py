@@ -1,7 +1,7 @@
 """Choose: draw the target's token after every slot, under each request's own sampling parameters.
 
 The rule is the same for greedy and sampled requests. At every slot, the target's token is drawn as SGLang would draw it
-without speculation after the drafts up to this slot. Drafts before the first one that differs from the drawn token are
+without speculation, given the drafts up to this slot. Drafts before the first one that differs from the drawn token are
 accepted. This is exact for a draft that proposes one token per slot, and no exact rule accepts more drafts (Leviathan
 et al. 2023, arXiv:2211.17192).
 

@@ -34,7 +34,7 @@ class LateRows:
     """
 
     def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
-        """Allocate `n_rows` rows with the width, dtype and device of `like_TC`.
+        """Allocate `n_rows` rows of C values, with the dtype and device of `like_TC`.
 
         `n_steps`: largest number of rows per request.
         """

@@ -35,14 +35,14 @@ class Copier(Protocol):
         """Write the token history of requests whose prompt, or a chunk of it, has been read."""
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Replace the last guesses of a block by a copy if more tokens of the copy are expected to be accepted.
+        """Replace the last guesses of a block by a copy, if the copy is expected to have more accepted tokens.
 
         Args:
             drafts_BN: int64 [B, width]: anchor, drafts, then mask tokens if the width exceeds the block.
         """
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count the gain of each n-gram match in the blocks, copied or not, if the outcome of its copy is known.
+        """Count the gain of each n-gram match, copied or not, if the guesses before it equal the committed tokens.
 
         The gain is the number of accepted drafts with the copy, minus the number with the draft model's guesses alone.
         """
@@ -114,7 +114,7 @@ class TextCopies:
         self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Copy from the first trusted match in each block, and write the resulting block after the history."""
+        """Copy at each block's first trusted match (`kernels/copy_draft.py`), and write the block after the history."""
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
         copied = self.copy_draft(drafts_BN, texts)
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))

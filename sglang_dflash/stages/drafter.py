@@ -40,7 +40,7 @@ class Drafter:
 
         There are mask tokens only if the width exceeds the block. If only the anchor is verified, the draft model does
         not run. Otherwise its layers read the whole block, as in training. A captured graph also fills the whole
-        block. Without a graph only verified slots are filled, since the head's products of further slots take time.
+        block. Without a graph only verified slots are filled, because computing the head for more slots takes time.
 
         The result is a copy. All graphs share the memory of their outputs, so the target's replay would overwrite the
         drafts before they are compared.

@@ -98,8 +98,8 @@ class DryRun:
         self.stages.context_kv.late.forget()
         self.stages.copier.forget()
         self.stages.verifier.restore()
-        # If a dry step's event stayed set, the scheduler would wait for this event instead of the first prompt. Then it
-        # would change tables that this prompt still reads.
+        # If a dry step's event stayed set, the scheduler would wait for this event, and not for the first prefill. Then
+        # it would change tables that this prefill still reads.
         self.runner.shared_read_done_event = None
 
     def plan(self, n_requests: int, width: int) -> Plan:

@@ -1,6 +1,6 @@
 """Masks of the tokens that grammars allow at every slot of a step.
 
-SGLang's function advances each request's grammar along the request's drafts. If it raises an error for one grammar,
+SGLang's `build_grammar_vocab_mask` advances each grammar along its request's drafts. If one grammar raises an error,
 SGLang ends the scheduler, and with it all requests. Here, as without speculation, the error ends only the request with
 this grammar, with status 500.
 """

@@ -83,8 +83,8 @@ class Shards(Whole):
 def keep_shards(processor: LogitsProcessor) -> None:
     """Change `processor` so that a verify ends with this rank's shard. Call this before graphs are captured.
 
-    SGLang calls two methods of its processor only for soft-capped logits. This function replaces these two methods,
-    because `why_whole` excludes soft-capped heads.
+    SGLang has a special gather for soft-capped logits, in two methods of its processor. This function replaces both
+    methods, because `why_whole` excludes soft-capped heads.
     """
 
     def is_verify(logits: object, hidden_states: object, head: object, metadata: LogitsMetadata) -> bool:

@@ -1,6 +1,6 @@
 """Optional outputs per token: the target's last hidden state, and the sampler's support (tokens that may be drawn).
 
-As without speculation, a token's output comes from the row of the logits that the token was drawn from. SGLang's
+As without speculation, a token's outputs belong to the token row whose logits the token was drawn from. SGLang's
 scheduler reads the rows of the committed tokens, by request and slot. If no request of a batch needs the outputs,
 nothing is copied.
 """
@@ -63,8 +63,8 @@ def sampling_masks_by_block(
 ) -> None:
     """Split the sampling masks in `output` by request, from [R * N, ...] to [R, N, ...].
 
-    R is the number of requests that need sampling masks. If there are none, this does nothing. Each request's number of
-    committed tokens is added to the masks.
+    R is the number of requests that need sampling masks. If there are none, this does nothing. The masks then also
+    contain each such request's number of committed tokens.
     """
     masks = output.sampling_mask_output
     if masks is None:

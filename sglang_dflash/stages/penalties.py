@@ -190,7 +190,7 @@ def asks(req: Req) -> bool:
 
 
 def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.device) -> Asked:
-    """Return the parameters of requests on the device.
+    """Return the parameters of requests as tensors on the device.
 
     Args:
         reqs: requests with a penalty.

@@ -6,7 +6,7 @@ these tokens may exist only on the device. They are copied to the host when a pr
 in this module waits for the device.
 
 This is exact for processors that are functions of logits, parameters and output. A processor is also called for slots
-whose drafts are rejected later, which matters only if it keeps state between calls. SGLang's interface allows this.
+whose drafts are rejected later. This matters only if the processor keeps state between calls, which SGLang allows.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Groups(OneGroup):
 
 
 def from_first_rank(group: GroupCoordinator) -> Agree:
-    """Return a function that overwrites an array with the array of the group's first rank, over the host network.
+    """Return a function that overwrites an array with the array of the group's first rank, by a CPU broadcast.
 
     All ranks of `group` must call the returned function with arrays of equal shape and dtype.
     """

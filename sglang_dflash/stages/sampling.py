@@ -42,7 +42,7 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
 
 
 def slots_of(rows_R: torch.Tensor | None, width: int) -> torch.Tensor | None:
-    """Return the rows, among B x `width`, of all slots of the requests with indices `rows_R`: int64 [R * width]."""
+    """Return all slots of the requests `rows_R`, as indices of the B x `width` token rows: int64 [R * width]."""
     if rows_R is None:
         return None
     return (rows_R[:, None] * width + torch.arange(width, device=rows_R.device)).flatten()

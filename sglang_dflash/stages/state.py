@@ -57,7 +57,7 @@ class State(Protocol):
 
 
 class NoState:
-    """State of attention-only targets, and of servers that never verify."""
+    """`State` of attention-only targets, and of servers that never verify."""
 
     def attach(self, backend: AttentionBackend) -> None:
         """Do nothing."""
@@ -69,7 +69,7 @@ class NoState:
 
 
 class SnapshotState:
-    """`State` with snapshots: verify stores the state after every token, commit keeps that of the last kept row."""
+    """`State` with snapshots: verify stores a state per token, commit keeps the state after the last kept row."""
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
         self.worker = worker
@@ -92,7 +92,7 @@ class SnapshotState:
 
 
 class FoldState:
-    """`State` with records: verify records each token's contribution, commit adds those of kept rows to the state.
+    """`State` with records: verify records each token's contribution, commit adds the contributions of kept rows.
 
     The records replace the per-token states in SGLang's pool (`memory/records.py`), and `RecordingVerify` replaces
     SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs. The

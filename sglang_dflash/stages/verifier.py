@@ -64,7 +64,7 @@ class Verifier:
         lora.use(runner, engine.routing)
 
     def restore(self) -> None:
-        """Make the runner use SGLang's own backend and graphs. Prefill graphs read only this backend's metadata."""
+        """Make the runner use SGLang's own backend and graphs. Prefill graphs read no other backend's metadata."""
         runner = self.worker.model_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self.own
 

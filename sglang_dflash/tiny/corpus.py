@@ -1,7 +1,7 @@
 """Endless, seeded chat corpus for the tiny pairs: twelve kinds of question, each answered in a fixed form.
 
 Every text is generated from the words and templates below, so no licence applies. A question determines its answer,
-except in `story`. There several continuations are right, for tests of sampling.
+except in `story`. A story has several right continuations, which tests of sampling need.
 
 This module uses no tokenizer and no model.
 """

@@ -43,7 +43,7 @@ class Source(Protocol):
         """
 
     def user_turns(self, starts: Sequence[tuple[str, str]], stop: str, seed: int, write: Callable[[str], None]) -> None:
-        """Continue user turns at temperature 0.9. Pass those that reach `stop` in 120 tokens to `write`, in any order.
+        """Continue user turns at temperature 0.9. Pass to `write`, in any order, those that reach `stop` in 120 tokens.
 
         Args:
             starts: pairs of a chat template's header and a turn's first words. `write` gets the turn without header.

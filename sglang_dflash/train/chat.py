@@ -1,7 +1,8 @@
 """Conversations as SGLang renders them with a chat template, split into the assistant's turns and all other text.
 
 SGLang drops null fields, replaces null content by an empty text, and decodes the arguments of tool calls. It passes
-tools to the template with every field of its own schema, and the fields of `chat_template_kwargs` as variables.
+tools to the template with all fields of its `Tool` class, even unset ones, and the fields of `chat_template_kwargs` as
+variables.
 """
 
 import json
@@ -57,7 +58,7 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
         row: a line of the file: messages, optionally tools and chat_template_kwargs.
 
     Raises:
-        ValueError: the target has no chat template or it rejects the line, the line is invalid, or the template
+        ValueError: the target has no chat template, the template rejects the line, the line is invalid, or the template
             renders earlier turns differently if later ones follow.
         TypeError, KeyError: the template fails on the line.
         HostMismatch: the line has tools, and the installed SGLang lacks a required name, see `contract.check`.
@@ -88,7 +89,7 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
 
 
 def rendered_prompt(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the rendered text of a conversation without its answer, ending with the header of the answer."""
+    """Render a conversation that has no answer yet, followed by the header of the answer."""
     variables = (row.get("chat_template_kwargs") or {}) | {"add_generation_prompt": True}
     return render(tokenizer, [served(message) for message in row["messages"]], [], variables)
 

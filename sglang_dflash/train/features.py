@@ -142,7 +142,7 @@ class FeatureCache:
         ranks.wait()
 
     def _batches(self, documents: list[int]) -> Iterator[list[int]]:
-        """Group documents of similar length: at most TOKENS_AT_ONCE tokens with padding, or one document."""
+        """Group documents of similar length. A batch has at most TOKENS_AT_ONCE padded tokens, or one document."""
         batch: list[int] = []
         for i in sorted(documents, key=lambda i: len(self.documents[i].ids)):
             if batch and (len(batch) + 1) * len(self.documents[i].ids) > TOKENS_AT_ONCE:

@@ -64,11 +64,11 @@ class ModelSource:
                 write(starts[row.prompt][1] + str(self.tokenizer.decode(row.ids)))
 
     def ids_of(self, line: Line) -> list[int]:
-        """Return the token ids of a conversation with the header of the answer.
+        """Return the token ids of a conversation and of the header of its answer.
 
         Raises:
             ValueError: the chat template rejects the line, or the answer needs a server's parsers, because the line has
-                tools or the target thinks.
+                tools or the template contains "think".
             TypeError, KeyError: the chat template fails on the line.
         """
         if line.get("tools") or "think" in str(self.tokenizer.chat_template):

@@ -41,7 +41,7 @@ def default_gamma(block_size: int) -> float:
 
 
 def random_anchors(is_response_RL: torch.Tensor, n_anchors: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw up to `n_anchors` different positions per row, int64 [R, A]: response tokens that a response token follows.
+    """Draw up to `n_anchors` different positions per row, int64 [R, A]: response tokens followed by a response token.
 
     If a row has fewer such positions, others are added. `make_blocks` marks their labels as invalid.
     """
@@ -110,7 +110,7 @@ class Head(NamedTuple):
     tokens_V: torch.Tensor | None  # int64, sorted, token ids of the head's rows; None: the whole vocabulary
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., V] for `hidden` [..., H]; for a whole head as `model.generate.draft_logits` does."""
+        """Return logits [..., V] for `hidden` [..., H]. A whole head gives those of `model.generate.draft_logits`."""
         return F.linear(hidden.to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -177,8 +177,8 @@ def block_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weighted sum of the valid slots' losses, and the sum of the weights: fp32 scalars.
 
-    The loss is their quotient, after each sum is added over all processes. Logits exist for `ROWS_AT_ONCE` slots at a
-    time. Gradients are computed in the forward pass, so the backward pass needs no logits.
+    The batch's loss is their quotient, after both are summed over all processes. Logits exist for `ROWS_AT_ONCE` slots
+    at a time. Gradients are computed in the forward pass, so the backward pass needs no logits.
 
     Args:
         tokens: int64, tokens to score besides the labels; None: the whole vocabulary.

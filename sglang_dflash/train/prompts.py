@@ -31,7 +31,7 @@ def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 def user_turns(
     source: Source, tokenizer: PreTrainedTokenizerBase, n: int, seed: int, write: Callable[[Messages], None]
 ) -> None:
-    """Let the target write `n` user turns, and pass each of 8 to 400 characters to `write` on arrival."""
+    """Let the target write `n` user turns. Pass each turn that has 8 to 400 characters to `write` on arrival."""
     before, after = user_header(tokenizer)
     starts = [(before, OPENINGS[i % len(OPENINGS)]) for i in range(n)]
 

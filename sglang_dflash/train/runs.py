@@ -90,7 +90,7 @@ def run_draft(args: argparse.Namespace) -> None:
 
 
 def load_target(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load a target that computes in `dtype`; in fp32 on a CPU that has no instructions for bf16."""
+    """Load a target in `dtype`, or in fp32 if the device is a CPU without bf16 instructions."""
     dtype = torch.float32 if device.type == "cpu" and fastest_dtype() == torch.float32 else dtype
     target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     torch.nn.Module.to(target, device)

@@ -10,17 +10,17 @@ from sglang_dflash.train.features import weights_digest
 from sglang_dflash.train.loop import differing
 
 RANDOM, TARGET = "random", "target"
-FREE = ("block_size", "dtype", "max_position_embeddings")  # config.json fields in which `source` may differ
+FREE = ("block_size", "dtype", "max_position_embeddings")  # config.json fields that may differ from the other draft's
 
 
 def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
-    """Initialise a draft in place, and return a name of the initial weights for the run's settings.
+    """Initialise a draft in place, and return a name of its initial weights. A checkpoint stores this name.
 
     The name is `random`, `target`, or a digest of another draft's weights.
 
     Args:
         source: `random`, `target`, or the folder or hub name of another draft. A DFlash 2 draft may start from a DFlash
-            draft. DFlash 2's additions have no effect then.
+            draft. Then DFlash 2's additions have no effect at first.
 
     Raises:
         ValueError: the other draft has other sizes or feature layers.
@@ -69,8 +69,8 @@ def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
 def start_from(draft: DraftModel, target: PreTrainedModel) -> None:
     """Copy the target's last layers into a draft: each norm and matrix of equal name and shape.
 
-    The final norm is also copied. `hidden_norm` gets the input norm of the first copied layer. `fc` selects the last
-    feature layer: by default its output is the input of the target's last layer. A norm's weight is computed as its
+    The final norm is also copied. `hidden_norm` gets the input norm of the first copied layer. `fc` passes on only
+    the last feature layer, by default the input of the target's last layer. A norm's weight is computed as its
     output for an input of ones, because some models add 1 to the stored weight.
     """
     decoder = target.get_decoder()

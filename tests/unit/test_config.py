@@ -237,7 +237,7 @@ SHARED = {"attention_dp": True, "dp_lm_head": True}
 
 
 def decided(draft: Checkpoint, target: dict[str, bool], arguments: dict[str, Any], **env: str) -> config.DFlashConfig:
-    """Return the config with the environment flags `env`, named without the prefix SGLANG_DFLASH_."""
+    """Return the config with the environment flags `env`, named in lower case without the prefix SGLANG_DFLASH_."""
     read = flags.read({f"SGLANG_DFLASH_{name.upper()}": value for name, value in env.items()})
     return combine(replace(ARGUMENTS, **arguments), replace(TARGET, **target), draft, read)
 

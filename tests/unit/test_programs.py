@@ -13,7 +13,7 @@ from sglang_dflash.cli import Parser
 from sglang_dflash.pages import DOCS
 from sglang_dflash.train.options import make_parser
 
-TEXTS = "torch, transformers, rich, numpy"  # modules that are slow to import, and not needed to print a text
+TEXTS = "torch, transformers, rich, numpy"  # slow to import, and not needed to print help or pages
 
 
 def test_every_program_is_named_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

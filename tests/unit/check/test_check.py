@@ -53,7 +53,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 class Served(NamedTuple):
-    """Expected text of the finding `launch`, changes to the draft, further flags, target, and if the check passes."""
+    """Expected text of the finding `launch`, changes to the draft, further flags, target, and whether it passes."""
 
     text: str
     draft: dict[str, Any] = {}  # noqa: RUF012

@@ -105,7 +105,7 @@ def test_norm_and_rotation_of_queries_and_keys(dtype: torch.dtype):
 
 @pytest.mark.parametrize("tp_world", [1, 2])
 def test_norms_of_q_and_k_follow_from_sums_of_squares(tp_world: int):
-    """If two ranks hold equal parts of q and k, the sums over ranks double, and the norms stay the same."""
+    """If two ranks hold equal parts of q and k, the sums of squares over ranks double, and the norms stay the same."""
     q, k, w_q, w_k = torch.randn(3, 8), torch.randn(3, 4), torch.randn(8), torch.randn(4)
     sums = norm.rms_sumsq_serial(q, k)
     assert sums.tolist() == pytest.approx([sum(x * x for x in row.tolist()) for x2 in (q, k) for row in x2] + [0, 0])

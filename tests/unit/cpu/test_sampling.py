@@ -47,7 +47,7 @@ def test_hand_worked():
     candidates = torch.tensor([[0, 1, 0]]).expand(4, 3).contiguous()  # anchor, then drafts of probability .6 and .5
     coins = torch.tensor([[0.5, 0.4, 0], [0.5, 0.6, 0], [0.7, 0, 0], [0.7, 0, 0]])
     got = verify(candidates, probs, coins, torch.tensor([0.3, 0.39, 0.2, 0.5]))
-    # After the kept drafts comes the first token whose cumulative weight exceeds the last coin times the weights' sum:
+    # The last token is the first whose cumulative weight (weights in brackets) exceeds the last coin times their sum:
     #   request 0 keeps both drafts, .3 in [.2 .2 .6] gives 1
     #   request 1 keeps one draft, .39 * .5 in [0 .2 .3] gives 1
     #   requests 2 and 3 keep none, .2 * .4 and .5 * .4 in [.1 0 .3] give 0 and 2
@@ -108,7 +108,7 @@ def test_a_rejected_drafts_distribution_is_subtracted():
     probs = torch.tensor([[[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]])
     draft_probs = torch.tensor([[[0.0, 0.3, 0.1], [0.5, 0.3, 0.0]]])
     rejected = verify(torch.tensor([[0, 0]]), probs, torch.ones(1, 2), torch.tensor([0.0]), draft_probs=draft_probs)
-    assert rejected == Verified([0], [[2]])  # token 0 is the rejected draft, 1 has .3 - .3, only 2 remains
+    assert rejected == Verified([0], [[2]])  # weights: 0 for the rejected draft 0, .3 - .3 for 1, .2 - .1 for 2
     kept = verify(torch.tensor([[0, 0]]), probs, torch.zeros(1, 2), torch.tensor([0.0]), draft_probs=draft_probs)
     assert kept == Verified([1], [[0, 0]])
 

@@ -13,7 +13,7 @@ from tests.fixtures.thread_ranks import ThreadRanks
 
 
 def test_a_target_that_scales_embeddings_is_refused() -> None:
-    """SGLang's own worker scales the block's embeddings. Without the scale drafts would be bad, with no error."""
+    """SGLang's worker scales the block's embeddings. This plugin does not, so drafts would be bad without an error."""
     model = SimpleNamespace(get_dflash_noise_embedding_scale=lambda: 8.0)
     with pytest.raises(NotSupported, match="get_dflash_noise_embedding_scale is not applied to what the draft embeds"):
         target_ends(model)

@@ -109,7 +109,7 @@ def test_a_gpu_multiplies_by_sglangs_fp8_kernel(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fp8_head, "apply_fp8_linear", product)
     found_TV = copy.logits(hidden_TH.as_subclass(OnGpu)).as_subclass(torch.Tensor)
-    # Only the CPU rounds hidden states to e4m3, with a relative error of at most 2**-4 (3 mantissa bits).
+    # On a CPU the copy rounds hidden states to e4m3 (3 mantissa bits, error at most 2**-4). `product` does not.
     assert (found_TV - copy.logits(hidden_TH)).norm() < 2**-4 * found_TV.norm()
 
 

@@ -39,7 +39,7 @@ def test_a_draft_of_dflash_1_has_neither_part() -> None:
 def test_the_convolution_equals_plain_torch() -> None:
     ours, theirs = SGLangBlockConv.of(config_of(**SECOND)), plain.BlockConv(make_config(**SECOND))
     same_weights(ours, theirs)
-    ours.convolve = block_conv  # also checks that its input has the layout that kernels index
+    ours.convolve = block_conv  # also checks that its input has the memory layout that the kernel needs
     hidden = torch.randn(B, N, H)
     got = convolved(ours, torch.tanh, hidden.flatten(0, 1), N)
     torch.testing.assert_close(got.view(B, N, H), plain.convolved(theirs, torch.tanh, hidden))
@@ -58,7 +58,7 @@ def test_the_path_equals_plain_torch(fields: dict[str, float | None]) -> None:
     ours = SGLangCandidateSelector.of(config_of(**SECOND, **fields))
     theirs = plain.CandidateSelector(make_config(**SECOND, **{name: one for name, one in fields.items() if one}))
     same_weights(ours, theirs)
-    ours.walk = select_path  # also checks that its input has the layout that kernels index
+    ours.walk = select_path  # also checks that its input has the memory layout that the kernel needs
     head = torch.randn(VOCAB, H)
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=head), VOCAB, 0, cast(Any, None))
     # Both tensors are slices, as in the draft: hidden states of all slots but 0, and the anchors in slot 0.
@@ -97,7 +97,7 @@ def test_head_is_read_once_for_all_requests(second: bool) -> None:
 
 @pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
 def test_head_reads_only_the_slots_to_fill(second: bool) -> None:
-    """The drafts of these slots are those of the whole block."""
+    """Filling only some slots gives the same drafts as filling the whole block."""
     selector = SGLangCandidateSelector.of(config_of(**SECOND)) if second else None
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=torch.randn(VOCAB, H)), VOCAB, 0, cast(Any, None))
     hidden_TH, blocks_BN = torch.randn(B * N, H), torch.zeros(B, N, dtype=torch.int64)

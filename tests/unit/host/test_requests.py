@@ -32,7 +32,7 @@ def test_a_step_in_flight_is_processed_before_retraction(memory_suffices, in_fli
     assert not (scheduler.result_queue and not memory_suffices)
 
 
-# -- Turns of a streaming session on a target with recurrent layers: no memory is kept for the next turn -----------
+# -- Chat turns of a streaming session on a target with recurrent layers: no memory is kept for the next turn ----------
 
 
 def stock(*_: Any) -> bool:

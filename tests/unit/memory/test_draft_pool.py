@@ -81,7 +81,7 @@ def test_page_tables_are_as_wide_as_the_drafts_rows(row):
     worker.making_draft = nullcontext
 
     class Made(Exception):
-        """Raised in place of building the draft's attention backends."""
+        """Exception raised in place of building the draft's attention backends."""
 
     def make() -> None:
         seen.append(runner.model_config.context_len)

@@ -120,7 +120,7 @@ def test_the_backend_selects_the_kind_of_ring(needs, kind):
 
 
 def test_a_gap_before_a_prompt_restarts_the_ring():
-    """A session's next turn has the same table row. Tokens before its prompt may be missing in the ring: here 8 to 10.
+    """A session's next chat turn has the same table row. The ring may lack tokens before the prompt: here 8 to 10.
 
     Then the request's context in the ring begins with the new prompt, at 11.
     """

@@ -60,7 +60,7 @@ def scraped() -> Scraped:
 
 @pytest.fixture
 def meter(scraped: Scraped) -> Meter:
-    """Return a meter with 2 of 8 rings in use. Blocks before position 100 in request-table row 7 have a cut context."""
+    """Return a meter with 2 of 8 rings in use. In table row 7, blocks before position 100 lack a part of the window."""
     return Meter(
         Exports(scraped.collector, widest=BLOCK, widths=[1, 2, BLOCK]),
         StageTimes(Clock(), every=1),

@@ -20,7 +20,7 @@ def test_the_history_grows_by_the_kept_tokens() -> None:
 
 
 def test_counts_compare_copies_with_the_block() -> None:
-    """`counts_1K2` has the gain of copies and their number.
+    """`counts_1K2` has the number of drafts gained by copies, and the number of blocks with a copy.
 
     In the first step the copy gains two drafts: both are accepted, and no guess of the block would be. In the second
     step the copy loses one: no copied draft is accepted, and one guess of the block would be.

@@ -47,7 +47,7 @@ def test_an_environment_without_pip_is_named(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_looking_for_pip_leaves_setuptools_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Looking for pip as a module disables setuptools' distutils on Python 3.11, which torch.compile imports."""
+    """On Python 3.11, looking for pip as a module disables setuptools' distutils, which torch.compile imports."""
     refused = subprocess.CompletedProcess([], 1, "", "refused")
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **options: refused)
     for finder in sys.meta_path:

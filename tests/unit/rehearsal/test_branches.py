@@ -142,7 +142,7 @@ def test_free_blocks_are_reused_on_their_own_stream_only():
         with StreamContext(other):
             made = x + 1
         first.wait_stream(other)
-        _ = made + 1  # reads the block on the first stream
+        _ = made + 1  # the first stream reads `made`
         block = made.data_ptr()
         del made
         on_first = (x + 2).data_ptr()

@@ -20,7 +20,7 @@ B, N, H, V = 3, 4, 8, 20
 
 
 class Tied(nn.Module):
-    """An embedding that is also the head, and two layers whose weights share one stack."""
+    """Embedding that is also the head, and two layers whose weights are slices of one tensor."""
 
     def __init__(self) -> None:
         super().__init__()

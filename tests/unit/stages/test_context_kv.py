@@ -35,7 +35,7 @@ class Draft:
 
 
 class SameSlots:
-    """Stand-in for `SharedSlots`: a block uses the target's KV slots. A prompt's are read from `batch.slots_T`."""
+    """Stand-in for `SharedSlots`: a block uses the target's KV slots. A prompt's slots are in `batch.slots_T`."""
 
     def of_block(self, plan, block):
         return block.slots_BN.view(-1)
@@ -113,7 +113,7 @@ def test_only_kept_tokens_of_a_block_are_written():
 
 
 def test_write_all_writes_every_row():
-    """A dry run must compile the kernel that prompts use, which gets no kept counts, even if rows may be late."""
+    """A dry run calls `write_all` to compile the kernel of prompts. It writes even rows that `append` would defer."""
     for may_wait in (True, False):
         context, k = make_context(may_wait=may_wait)
         context.write_all(step([[0, 1], [4, 5]], drafts=False), features(4, 3))
@@ -180,7 +180,7 @@ def test_deferred_writes_equal_immediate_writes(events, random):
     want = torch.zeros(N_SLOTS)
     for value, (rids, kind) in enumerate(events, start=1):
         mine = torch.cat(context.late.slots).tolist() if context.late.slots and context.late.rids == rids else []
-        others = [slot for slot in range(N_SLOTS) if slot not in mine]  # tokens of one request never share a slot
+        others = [slot for slot in range(N_SLOTS) if slot not in mine]  # tokens of one request never share a KV slot
         slots = random.sample(others, len(rids) * (1 if kind == "one" else 2))
         want[slots] = float(value)
         if kind == "one":

@@ -120,7 +120,7 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", tracks: bool =
 @pytest.mark.parametrize("widths", [(BLOCK,), (1, 2, BLOCK)], ids=["fixed", "several"])
 @pytest.mark.parametrize(("device", "sizes"), [("meta", (1, 2, 3)), ("cpu", (1,))])
 def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks):
-    """A dry run makes every call of serving. Commits have a track index only if the server tracks recurrent states."""
+    """A dry run makes every call that serving makes. Commits have a track index only if the server tracks states."""
     dry, recorded = make(monkeypatch, device="cpu", tracks=tracks)
     dry.on_host = device == "cpu"  # tensors are on the CPU either way
     dry.warm_up(widths, n_requests=3)

@@ -16,7 +16,7 @@ from sglang_dflash.stages.greedy import Shards, Whole, verified_logits, why_whol
 from sglang_dflash.stages.ranks import Groups, OneGroup
 from tests.fixtures.thread_ranks import ThreadRanks
 
-ROWS, H, V = 6, 4, 21  # each of two ranks holds 11 rows of the head; the last of all is padding
+ROWS, H, V = 6, 4, 21  # each of two ranks holds 11 rows of the head; the last row of the second is padding
 N_RANKS, N_EACH = 2, 11
 
 

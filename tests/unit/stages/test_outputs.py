@@ -87,7 +87,7 @@ def test_slots_of_requests() -> None:
 
 
 def test_masks_are_split_by_request_and_slot() -> None:
-    """Requests 0 and 2 of three ask for masks. Only request 2 asks for all log-probabilities of its mask."""
+    """Requests 0 and 2 of three need masks. Only request 2 needs all log-probabilities of its mask."""
     row_T = torch.arange(2 * N)
     masks = SamplingMaskOutput(
         token_ids=torch.stack([row_T, row_T + 100], dim=1),

@@ -53,7 +53,7 @@ def batch_of(reqs: list[Request]) -> Any:
 
 
 def prefill(penalties: Penalties, reqs: list[Request]) -> None:
-    """Prefill as SGLang does: its sampler applies penalties from one tensor to add and one to scale by."""
+    """Prefill as SGLang does: its sampler applies all penalties with two tensors, one to add and one to scale by."""
     for req in reqs:
         req.output_ids = array("q", req.text)  # a waiting request has no step in flight, so the host has all tokens
     batch = batch_of(reqs)

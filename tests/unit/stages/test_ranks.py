@@ -18,7 +18,7 @@ BLOCK = 8
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> ranks.Groups:
-    """Return the arrangement of a server whose ranks form three groups."""
+    """Return the `Groups` of a server whose ranks form three data-parallel groups."""
     monkeypatch.setattr(ranks, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=3))
     return ranks.Groups()
 

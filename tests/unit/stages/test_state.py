@@ -192,7 +192,7 @@ def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, m
     conv, temporal = torch.randn(2, 9, 4, 3), torch.randn(2, 9, 2, 5, 5)  # layers, state slots, ...
     want = conv.clone(), temporal.clone()
     for pool in want if tracked else ():
-        pool[:, 8] = pool[:, 1]  # now the second request's state contains 64 tokens
+        pool[:, 8] = pool[:, 1]  # the second request's state, with 64 tokens after the commit
     cache = SimpleNamespace(conv=[conv], temporal=temporal)
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),

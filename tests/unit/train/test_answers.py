@@ -14,7 +14,7 @@ from sglang_dflash.train.from_server import ServerSource
 
 
 class Server:
-    """A server that answers chats with their last turn in capitals, and completions with a fixed question."""
+    """A server that answers chats with their last message in capitals, and completions with one of two questions."""
 
     def __init__(self, **more: object) -> None:
         self.asked: list[dict] = []
@@ -121,7 +121,7 @@ def test_user_turns_continue_the_targets_user_header() -> None:
 
 
 class Cut(ServerSource):
-    """A server that fails after `n` user turns."""
+    """A server that fails after `at_once` user turns."""
 
     def user_turns(self, starts, stop, seed, write):
         for i in range(self.at_once):

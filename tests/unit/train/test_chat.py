@@ -39,7 +39,7 @@ def tokenizer(template: str) -> PreTrainedTokenizerBase:
 
 
 def as_served(row: dict[str, Any], writer: PreTrainedTokenizerBase) -> str:
-    """Return the prompt that SGLang's chat endpoint writes, from its own functions."""
+    """Return the prompt of SGLang's chat endpoint, made with SGLang's own functions."""
     from sglang.srt.entrypoints.openai import serving_chat as openai
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 

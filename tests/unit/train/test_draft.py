@@ -117,7 +117,7 @@ def test_vllm_finds_its_fields_in_the_saved_draft(saved):
 
     - config/speculative.py: the architecture DFlashDraftModel, which selects the method
     - v1/spec_decode/llm_base_proposer.py: dflash_config.mask_token_id
-    - v1/worker/gpu/spec_decode/eagle/eagle3_utils.py: dflash_config.target_layer_ids, and adds one
+    - v1/worker/gpu/spec_decode/eagle/eagle3_utils.py: dflash_config.target_layer_ids, to which it adds one
     - model_executor/models/qwen3_dflash.py: all other fields, and the tensors, whose names have no prefix `model.` and
       which include neither embedding nor head
     """
@@ -177,10 +177,10 @@ def test_a_draft_starts_with_the_targets_last_layers():
     start_from(initialised(draft), target)
     ids_1S = torch.randint(0, 63, (1, 12))
     output = target(ids_1S, output_hidden_states=True)
-    # Only the last feature, the output of layer 3, is used. The block has one slot, which holds the last token.
+    # Only the last feature layer, the output of layer 3, is used. The block has one slot, which holds the last token.
     features = torch.cat([torch.randn_like(output.hidden_states[4]), output.hidden_states[4]], dim=-1)
     first = draft.layers[:1]
-    draft.layers = first  # in the target, the context of the second of these layers is the first one's output
+    draft.layers = first  # only the first: in the target, the context of the second layer is the first layer's output
     hidden = draft(output.hidden_states[4][:, None, -1:], draft.context_kv(features[:, :-1]), torch.tensor([[11]]))
     like = target.model.norm(output.hidden_states[5][:, -1])
     torch.testing.assert_close(hidden[0, 0], like, atol=1e-4, rtol=1e-4)

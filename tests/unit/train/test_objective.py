@@ -39,7 +39,7 @@ def make_pair(make_target, second=None):
     config = draft_config_for(target, **sizes, second=second)
     draft = initialised(DraftModel(config), std=0.3)
     for name, parameter in draft.named_parameters():
-        if "_conv." in name or "codebook" in name:  # without effect as initialised, so drawn here
+        if "_conv." in name or "codebook" in name:  # `initialised` gives these no effect
             torch.nn.init.normal_(parameter, std=0.3)
     return draft, target
 
@@ -170,7 +170,7 @@ def test_the_loss_in_parts_equals_the_loss_of_all_logits(monkeypatch, second, sc
 
 
 def test_the_selector_learns_from_the_right_previous_token():
-    """The labels are the best of three candidates, the third best, and another token, which replaces the third best."""
+    """The labels are the best candidate, the third best, and a token that is none. It replaces the third best."""
     draft, _ = make_pair(qwen3, SECOND)
     selector = draft.candidate_selector
     logits, hidden = torch.zeros(3, VOCAB), torch.randn(3, 32)
