@@ -55,6 +55,13 @@ class Mask(NamedTuple):
         return allowed
 
 
+def consecutive(slots: torch.Tensor) -> torch.Tensor | slice:
+    """Return KV slots [n] as a slice if they are consecutive, because a slice of a buffer needs no copy."""
+    first, end = int(slots[0]), int(slots[0]) + len(slots)
+    is_run = int(slots[-1]) == end - 1 and torch.equal(slots, torch.arange(first, end, dtype=slots.dtype))
+    return slice(first, end) if is_run else slots
+
+
 class Rectangle:
     """Group of requests of the batch. Their lists of KV slots are padded to the longest. Biases are computed once."""
 
@@ -67,7 +74,7 @@ class Rectangle:
         # Padding reads the request's own first KV slot. Padding is masked, but a KV slot of another request might hold
         # NaN, and 0 * NaN is NaN.
         padded_BL = self._key_position_L >= self._n_keys_B1
-        self.slots = torch.where(padded_BL, slots_BL[:, :1], slots_BL).flatten()
+        self.slots = consecutive(torch.where(padded_BL, slots_BL[:, :1], slots_BL).flatten())
         self._bias: dict[tuple[Mask, torch.dtype], torch.Tensor | None] = {}
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> torch.Tensor | None:
@@ -88,7 +95,8 @@ class Segment(NamedTuple):
 
     queries: slice
     n_prefix: int
-    slots: torch.Tensor
+    n_keys: int
+    slots: torch.Tensor | slice
 
 
 class CpuAttentionBackend(AttentionBackend):
@@ -167,7 +175,7 @@ class CpuAttentionBackend(AttentionBackend):
         )
         for row, n_prefix, n_new in lengths:
             slots = self.req_to_token_pool.req_to_token[row, : n_prefix + n_new]
-            segments.append(Segment(slice(start, start + n_new), n_prefix, slots))
+            segments.append(Segment(slice(start, start + n_new), n_prefix, len(slots), consecutive(slots)))
             start += n_new
         return segments
 
@@ -216,10 +224,15 @@ class CpuAttentionBackend(AttentionBackend):
         if slots is not None and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
 
-    def _read(self, layer: "RadixAttention", slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return keys and values of KV slots, [slots, G, E] each. All heads of a KV slot are copied as one row."""
+    def _read(
+        self, layer: "RadixAttention", slots: torch.Tensor | slice, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, ...]:
+        """Return keys and values of KV slots, [slots, G, E] each: views of a slice, otherwise copies."""
         pool = self.token_to_kv_pool
         buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
+        if isinstance(slots, slice):
+            return tuple(buffer[slots].to(dtype) for buffer in buffers)
+        # All heads of a KV slot are copied as one row.
         return tuple(
             buffer.view(buffer.shape[0], -1).index_select(0, slots).view(-1, *buffer.shape[1:]).to(dtype)
             for buffer in buffers
@@ -252,7 +265,7 @@ class CpuAttentionBackend(AttentionBackend):
             for start in range(segment.queries.start, segment.queries.stop, MAX_QUERIES):
                 queries = slice(start, min(start + MAX_QUERIES, segment.queries.stop))
                 first = segment.n_prefix + start - segment.queries.start
-                n_keys = first + queries.stop - queries.start if mask.causal else len(segment.slots)
+                n_keys = first + queries.stop - queries.start if mask.causal else segment.n_keys
                 allowed = mask.allowed(torch.arange(first, first + queries.stop - start)[:, None], torch.arange(n_keys))
                 out_TAE[queries] = scaled_dot_product_attention(
                     q_TAE[queries].transpose(0, 1)[None],

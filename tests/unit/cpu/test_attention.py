@@ -8,7 +8,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.cpu import attention
-from sglang_dflash.cpu.attention import CpuAttentionBackend
+from sglang_dflash.cpu.attention import CpuAttentionBackend, consecutive
 
 A, G, E, ROWS, WIDTH = 4, 2, 8, 6, 60
 SLOTS = ROWS * WIDTH
@@ -32,10 +32,13 @@ class Pool:
         self.k[where.loc], self.v[where.loc] = k, v
 
 
-@pytest.fixture
-def pool() -> Pool:
+@pytest.fixture(params=["shuffled", "consecutive"])
+def pool(request: pytest.FixtureRequest) -> Pool:
     torch.manual_seed(0)
-    return Pool()
+    pool = Pool()
+    if request.param == "consecutive":
+        pool.req_to_token = torch.arange(SLOTS).view(ROWS, WIDTH).int()
+    return pool
 
 
 def backend_of(pool: Pool, **runner: object) -> CpuAttentionBackend:
@@ -62,6 +65,13 @@ def one_by_one(pool: Pool, q_NAE: torch.Tensor, slots: list[int], first: int, se
         k, v = pool.k[visible, head * G // A].double(), pool.v[visible, head * G // A].double()
         out[n, head] = torch.softmax(k @ q_NAE[n, head].double() * SCALE, dim=0) @ v
     return out.flatten(1)
+
+
+def test_only_consecutive_kv_slots_are_a_slice():
+    for slots in ([7], [3, 4, 5]):
+        assert consecutive(torch.tensor(slots).int()) == slice(slots[0], slots[-1] + 1)
+    for slots in ([3, 5, 4, 6], [4, 3], [3, 3, 5], [3, 5]):
+        assert consecutive(torch.tensor(slots)).tolist() == slots
 
 
 MASKS = {
