@@ -105,7 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Kill processes that an interrupted run has left, and delete its Hugging Face cache.
+    """Kill processes that an interrupted run has left, and delete the run's Hugging Face cache.
 
     On an interrupt xdist kills its workers before their fixtures can stop servers.
     """

@@ -18,7 +18,7 @@ def tokens_of(reference: dict[str, Any]) -> list[int]:
 class Case(NamedTuple):
     """Pair of checkpoints.
 
-    `changed`: other values in the draft's config.json. `dtype`: dtype of the reference steps.
+    `changed`: fields that replace those of the draft's config.json. `dtype`: dtype of the reference steps.
     """
 
     target: str

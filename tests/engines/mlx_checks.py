@@ -230,7 +230,7 @@ TARGETS = {
 
 @pytest.mark.parametrize("kind", list(TARGETS))
 def test_rejected_tokens_leave_no_trace(kind: str) -> None:
-    """After rejected tokens, logits and features equal those of a fresh read.
+    """After rejected tokens, logits and features equal those of a target that has read only the kept tokens.
 
     The text is longer than the sliding window, and mlx-lm's own cache could not restore tokens that left the window.
     """

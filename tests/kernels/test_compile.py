@@ -84,7 +84,10 @@ print(json.dumps(rows))
 
 
 def test_searches_of_long_histories_are_short() -> None:
-    """Limit the predicted latency on an H200 in microseconds. The search loop must have one branch, its own."""
+    """Limit the predicted latency on an H200 in microseconds.
+
+    The search loop must contain no branch, barrier or exit except the branch that repeats it.
+    """
     run = python("-c", COPIES)
     assert run.returncode == 0, run.stderr
     rows = json.loads(run.stdout)

@@ -268,7 +268,7 @@ def test_products_of_bfloat16_are_exact(state_dtype, device, bfloat16_dots):
 
 @pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 3), (torch.float16, 2), (torch.bfloat16, 1)], ids=str)
 def test_a_state_is_the_exact_sum_of_bfloat16_numbers(dtype, parts):
-    """The splitting is done by PyTorch, which rounds to nearest as hardware does. Triton's interpreter truncates."""
+    """Split states with PyTorch, which rounds to nearest as hardware does. Triton's interpreter truncates."""
     assert N_BFLOAT16S[dtype] == parts
     rest = (torch.randn(100_000) * torch.logspace(-6, 4, 100_000)).to(dtype).float()
     for _ in range(parts):

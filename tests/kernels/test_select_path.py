@@ -153,11 +153,11 @@ def test_path_follows_the_chosen_tokens(form, device):
 
 @pytest.mark.parametrize(
     "form",
-    [select_path_torch, pytest.param(select_path_triton, marks=pytest.mark.gpu)],  # the interpreter's argmax raises
+    [select_path_torch, pytest.param(select_path_triton, marks=pytest.mark.gpu)],  # on NaN, interpreted argmax raises
     ids=["torch", "kernel"],
 )
 def test_nan_scores_choose_a_token_of_the_table(form, device):
-    """Padding requests may hold NaN. A chosen token must still be an index of the tables, which the next slot reads."""
+    """Padding requests may hold NaN. A chosen token must still be a row of the tables: the next slot reads this row."""
     x = inputs(3, 5, 5, 6, 8, device=device)
     x["unary_BDK"][1] = torch.nan
     x["query_BDR"][2] = torch.nan

@@ -38,11 +38,11 @@ SHORT = length_class(3)
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]  # after 1 2 3 the copy is 4 5 6 7
 HAND_WORKED = {  # text, block, committed tokens, counts before and after
     # A copy can begin at place d, directly after slot d. One of the block's guesses is right (4). From place 0 the copy
-    # is 4 5 6 7: three tokens right, gain 2. From place 1 it is 5 6 7, which also leads to three right tokens, gain 2.
+    # is 4 5 6 7: three tokens are right, so gain is 3 - 1. From place 1 it is 5 6 7: with guess 4, again three right.
     "later-places-were-not-reached": (
         TEXT, [3, 4, 0, 0, 0], [4, 5, 6, 9], (0, 0), {SHORT: [2, 1], length_class(4): [2, 1]}
     ),
-    # A block of 5 has at most 4 accepted drafts: own = 4, copy = 0.
+    # A block of 5 has 4 guesses. All are right, and no token of the copy is: gain is 0 - 4.
     "the-block-was-right-throughout": (TEXT, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14], (0, 0), {SHORT: [-4, 1]}),
     "the-first-guess-is-all-that-was-committed": (TEXT, [3, 10, 11, 12, 13], [10], (0, 0), {SHORT: [-1, 1]}),
     "both-are-right-as-far-as-it-goes": (TEXT, [3, 4, 0, 0, 0], [4], (0, 0), {SHORT: [0, 1]}),

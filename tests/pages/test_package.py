@@ -17,7 +17,7 @@ UV = [sys.executable, "-m", "uv"]
 
 
 def run(*command: str | Path, cwd: Path, timeout_s: float = 300, **env: str) -> str:
-    """Run a command without PYTHONPATH and VIRTUAL_ENV, require success, and return its output."""
+    """Run a command without the inherited PYTHONPATH and VIRTUAL_ENV, require success, and return its output."""
     alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     ended = subprocess.run(
         list(map(str, command)), cwd=cwd, env=alone | env, capture_output=True, text=True, timeout=timeout_s

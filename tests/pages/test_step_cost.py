@@ -1,6 +1,6 @@
 """docs/step-cost.md has the table and the number of launches that the code computes.
 
-By the table, a step takes at most 0.87 of the time of SGLang's worker at 8 and at 32 requests.
+In the table, a step takes at most 0.87 of the time of SGLang's worker at 8 and at 32 requests.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_step_is_at_most_087_of_sglangs_at_8_and_32_requests() -> None:
 
 
 def test_launches_of_the_page_are_the_budget() -> None:
-    """Add to the launches of `budget.LAUNCHES` 6 of the scheduler, 1 of SGLang's relay and 2 copies to the host."""
+    """Sum `budget.LAUNCHES` without `catch_up`, 6 launches of the scheduler, 1 of SGLang's relay and 2 host copies."""
     others = 6 + 1 + 2
     total = sum(row.on_gpu for stage, row in budget.LAUNCHES.items() if stage != "catch_up")
     assert f"-{total + others}**" in PAGE.read_text()

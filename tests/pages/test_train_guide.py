@@ -23,7 +23,7 @@ def test_torchrun_accepts_its_command():
 
 
 def test_torchrun_passes_every_option_on():
-    """Even after the module's name torchrun parses, or refuses, a word that abbreviates one of its own options."""
+    """No trainer option may abbreviate torchrun's: torchrun would parse or refuse it even after the module's name."""
     from torch.distributed.run import get_args_parser
 
     of_torchrun = get_args_parser()._option_string_actions

@@ -38,7 +38,8 @@ FIRST_PORT = 31300
 # Servers kept per test process: at most 4, and 3 even if memory is short, because a test may use three arms
 # ("off", "stock", "plugin").
 MAX_LIVE, MIN_LIVE = 4, 3
-# Bytes that must be available to start a fourth server: 3 GiB for one with two ranks, in each of two test processes.
+# Bytes that must be available to start a fourth server. A server with two ranks takes 3 GiB, and two test processes may
+# start one each.
 ROOM = 6 * 2**30
 # Defaults of the plugin's servers: whole blocks without n-gram copies, so that steps can be compared with plain torch.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}

@@ -1,6 +1,6 @@
 """Attention data parallelism: two ranks that serve their own requests answer like one rank, in as many steps.
 
-With one request one rank is idle. A rank may also have a prompt to prefill while the other has requests to decode.
+With one request, one rank is idle. A rank may also have a prompt to prefill while the other has requests to decode.
 """
 
 from collections.abc import Callable, Iterator

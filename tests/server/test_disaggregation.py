@@ -174,9 +174,9 @@ def test_nothing_is_held_afterwards(serving: Serving) -> None:
 @pytest.mark.parametrize("serving", [KINDS[kind] for kind in KILLED], ids=KILLED, indirect=True)
 @pytest.mark.parametrize("end", ["decode", "prefill"])
 def test_killed_server_fails_its_requests_and_rejoins(serving: Serving, end: str) -> None:
-    """Kill a server while six requests are in flight on both servers.
+    """Kill one of the servers while six requests are in flight on both.
 
-    A seventh request, which only the other server got, waits there.
+    A seventh request, which only the surviving server got, must fail too.
     """
     two, expected = serving.two, serving.expected
     dies, stays = (two.prefill, two.decode) if end == "prefill" else (two.decode, two.prefill)
@@ -198,7 +198,10 @@ def test_killed_server_fails_its_requests_and_rejoins(serving: Serving, end: str
 
 
 def require_nothing_held(server: Server, timeout_s: float = 20.0) -> None:
-    """Poll a server's load until it is idle. `conftest.require_nothing_lost` would need an answer from this server."""
+    """Poll a server's load until it is idle.
+
+    `conftest.require_nothing_lost` needs an answer, which a prefill or a decode server cannot give alone.
+    """
     deadline = time.monotonic() + timeout_s
     while (held := [server.load()[name] for name in HELD]) != [0, 0, 0]:
         assert time.monotonic() < deadline, f"{server.name} holds {dict(zip(HELD, held, strict=True))}"

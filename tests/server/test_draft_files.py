@@ -97,7 +97,7 @@ def scaled(tmp_path: Path) -> Path:
 def test_overrides_of_the_target_leave_the_draft_unchanged(
     speculators: Path, scaled: Path, pool: Any, questions: Callable, emulated: bool
 ) -> None:
-    """The flag scales the target's rotary embedding only.
+    """`--json-model-override-args` scales the target's rotary embedding only.
 
     Reloading the draft while serving must not change its steps.
     """
@@ -156,7 +156,7 @@ def test_target_without_weights_gets_them_later(pool: Any, plain_torch: Callable
 
 @pytest.mark.full
 def test_overrides_of_a_text_config_apply_to_the_target(pool: Any, tmp_path: Path) -> None:
-    """The config of a target with vision has text fields in `text_config`, its draft's config at the top level.
+    """A target with vision has its text fields in `text_config`. Its draft's config has them at the top level.
 
     Overrides of `text_config` must not reach the draft.
     """

@@ -158,7 +158,7 @@ def test_abort_all_leaves_a_server_that_answers(
     with Streams(ours, prompts[:8], **ENDLESS) as running, ThreadPoolExecutor(4) as clients:
         running.wait_begun(8)
         queued = submit(clients, ours, prompts[8:], **ENDLESS)
-        while not all(future.done() for future in (*running.asked, *queued)):  # one may arrive after an abort
+        while not all(future.done() for future in (*running.asked, *queued)):  # a request may arrive after an abort
             assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
             time.sleep(0.05)
         assert "abort" in endless_ends(running)

@@ -184,7 +184,7 @@ def test_adapter_of_a_borrowed_layer_leaves_the_draft_unchanged(
     """An adapter of the embedding or head applies to the target alone; the draft uses the base model's layers.
 
     In a prefill batch, SGLang applies the head adapter of another request to some prompts, also without speculation.
-    So prompts for the head are sent one by one.
+    So prompts are sent one by one if the adapter changes the head.
     """
     if serving.kind is not KINDS["dense"]:
         pytest.skip("one server shows it")

@@ -1,6 +1,6 @@
 """Memory of the draft's context K/V.
 
-With a draft window, each request has one ring. Without, the draft has one KV slot for each of the target's.
+With a draft window, each request has one ring. Without a window, the draft has as many KV slots as the target.
 """
 
 from collections.abc import Callable

@@ -128,7 +128,7 @@ def of_mask(meta: dict[str, Any], i: int) -> dict[int, float]:
 
 
 def test_selected_logprobs_have_one_value_per_token(whole: Server, questions: Callable) -> None:
-    """With mode "selected" each token has one log-probability, also in a batch with mode "support" and no mask."""
+    """With mode "selected" each token has one log-probability, even if other requests use "support" or no mask."""
     kind = {"temperature": 1.5, "top_k": 10, "max_new_tokens": 12}
     fields = [MASKED | {"sampling_logprobs_mode": "selected"}, MASKED, {}]
     requests = [kind | {"fields": field} for field in fields]

@@ -2,8 +2,8 @@
 
 Every case of `tests.tools.parameters.EXACT` is sent with every question, in random order at concurrency 8, so a batch
 mixes penalties, grammars and stop strings. Text, finish reason, token counts, logprobs and hidden states must agree
-too. Further tests require that parameters change answers (`Case.bites`), and that drafts are accepted in each table
-row.
+too. Further tests require that parameters change answers (`Case.bites`), and that drafts are accepted for each
+`Case.row`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.tools import parameters
 from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample, answer_all, outcomes
 
 FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, *parameters.REQUEST_FLAGS)}
-GAP = 1e-4  # largest difference of numbers; fp32 sums are taken in another order
+GAP = 1e-4  # largest allowed difference of two numbers; fp32 sums are taken in another order
 # Least acceptance length over all cases. Drafts ignore grammars and bans, so it is lower than for plain requests.
 COMMITTED_PER_STEP = 2.0
 

@@ -62,7 +62,7 @@ Rule = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    """Return `answer(prompt, rule, target)`: greedy tokens from `rule(output, logits_V)` of Transformers' logits."""
+    """Return `answer(prompt, rule, target)`: greedy tokens if `rule(output, logits_V)` changes Transformers' logits."""
 
     def generate(prompt: Sequence[int], rule: Rule, target: str) -> list[int]:
         def process(ids_1T: torch.Tensor, logits_1V: torch.Tensor) -> torch.Tensor:

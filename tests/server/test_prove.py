@@ -70,7 +70,7 @@ def test_the_short_form(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_drafts_left_in_the_graph_are_found(tmp_path: Path) -> None:
-    """Answers stay right with this fault: the target's replay overwrites the drafts, so wrong ones are rejected."""
+    """Answers stay right with this fault: the target's replay overwrites the drafts, and wrong drafts are rejected."""
     fault = parameters.path_with(FAULTS) | {"FAULT": "drafts_in_the_graph"}
     status, document = prove(tmp_path, "--only", "drafts", "steps", "answers", env=fault)
     results = by_name(document)

@@ -146,7 +146,7 @@ FAULTY = {
     "a_value_read_in_the_draft": (REHEARSALS["fa3-graphs"], CAPTURED),
     "a_host_length_in_the_draft": (REHEARSALS["fa3-graphs"], "steps"),
     "a_page_table_in_new_memory": (REHEARSALS["fa3-graphs"], "answers"),
-    # Only this attention backend checks that its metadata is for the right number of requests.
+    # Only fa3 with full prefill graphs checks that its metadata is for the right number of requests.
     "prompts_on_the_last_width": (REHEARSALS["fa3-full-prefill-graphs-widths"], "full-CG prefill metadata"),
     "a_barrier_left_out": (REHEARSALS["fa3-graphs-streams"], "UnorderedAccess"),
     "a_branch_not_forked": (
@@ -164,7 +164,7 @@ def test_a_fault_is_seen(fault: str, pool: Any, questions: Callable, reference: 
     env = dict(rehearsal.env) | parameters.path_with(FAULTS) | {"FAULT": fault}
     prompts = questions(6, rehearsal.target)
     if evidence not in ("steps", "answers"):
-        with pytest.raises(ServerError, match=evidence), ExitStack() as stack:  # noqa: PT012, at launch or later
+        with pytest.raises(ServerError, match=evidence), ExitStack() as stack:  # noqa: PT012  (at launch or later)
             server = pool.get(target=rehearsal.target, flags=rehearsal.flags, env=env)
             stack.callback(pool.forget, server)
             server.generate_many(prompts, concurrency=3, max_new_tokens=48)

@@ -89,7 +89,7 @@ def test_a_streaming_session_needs_its_flag(ours: Server, off: Server) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
 def test_streaming_session_continues_as_without_speculation(server: Callable, questions: Callable, target: str) -> None:
-    """When a turn ends inside a block, the recurrent state is past the turn's end and must not be continued."""
+    """A turn that ends inside a block leaves a recurrent state past its end. The next turn must not use this state."""
     servers = [server(arm, target=target, flags=("--enable-streaming-session",)) for arm in ("plugin", "off")]
     for seed in range(13, 17):
         asked = questions(5, target=target, seed=seed)

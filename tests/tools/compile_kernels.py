@@ -2,8 +2,8 @@
 
     python -m tests.tools.compile_kernels [--archs 80 90 100] [--short]
 
-The package's launch functions run on meta tensors with the sizes of published models. With `Driver`, Triton compiles
-but does not launch. So dtypes, strides and specialisations equal those of a server.
+The package's launch functions run on meta tensors with the sizes of published models, so dtypes, strides and
+specialisations equal those of a server. With `Driver`, Triton compiles but does not launch.
 
 The command fails if a kernel:
 - does not compile, or compiles although `config` refuses to serve it;
@@ -143,7 +143,7 @@ class Driver:
 def compilations(arch: int, launches: Iterator[KernelLaunch]) -> Iterator[Compiled | str]:
     """Yield compiled code for `launches`, and a complaint for each missing or unexpected compilation.
 
-    The string is empty if a `refused` launch does not compile, as it must.
+    A `refused` launch that does not compile, as it must, yields an empty string.
     """
     device = Driver(arch)
     driver.set_active(device)

@@ -176,7 +176,8 @@ EXACT = (*GREEDY, *LOGPROBS, *RETURNED, *STREAMED)
 STORY = QUESTIONS[0], "Anna was a driver who lived in Oslo"
 # The next number, 44, repeats a digit, which `repetition_penalty` suppresses.
 NUMBERS_BEGUN = "Count from 11 to 99 by 11.", "Here are the numbers:\n11, 22, 33, "
-# Four tokens show a penalty only if a token may repeat. This bias gives a second full stop a probability of about 0.5.
+# A draw of four tokens shows a penalty only if a token may repeat. This bias gives a second full stop a probability of
+# about 0.5.
 REPEATING = {str(FULL_STOP): 9.5}
 # Above temperature 0 the first tokens must have the same sampling distribution as without speculation.
 SAMPLED = (

@@ -1,7 +1,7 @@
 """LoRA adapters of the tiny targets, and targets with a merged adapter as the reference.
 
-A merged target is paired with the base model's draft, as a served adapter is. Adapters do not change the embedding and
-the head, which the draft uses, except in `test_adapter_of_a_borrowed_layer_leaves_the_draft_unchanged`.
+A merged target is paired with the base model's draft, as a served adapter is. The draft uses the target's embedding and
+head. Only in `test_adapter_of_a_borrowed_layer_leaves_the_draft_unchanged` do adapters change them.
 """
 
 import json

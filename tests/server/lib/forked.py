@@ -36,8 +36,8 @@ class ForkedServer(Server):
 def make_server(command: Sequence[str], env: Mapping[str, str], **options: Any) -> Server:
     """Return a server, not started. It is forked unless SGLang's import may read a variable of `env`.
 
-    SGLANG_DFLASH_* are no obstacle. Reference servers set PYTHONPATH (`REFERENCE_ENV`) and have a forking process of
-    their own.
+    Variables SGLANG_DFLASH_* do not prevent forking. Reference servers set PYTHONPATH (`REFERENCE_ENV`) and have a
+    forking process of their own.
     """
     early = {name: env[name] for name in env if name not in READ_LATER and not name.startswith("SGLANG_DFLASH_")}
     forks = early in ({}, REFERENCE_ENV)

@@ -45,7 +45,7 @@ class Request(NamedTuple):
         if not isinstance(self.asked, dict):
             return False
         temperature = self.asked.get("temperature")
-        # At temperature 1e308 all probabilities are equal, and which token wins depends on the batch.
+        # At temperature 1e308 (`ODD`) top_k 1 is not greedy: all probabilities are equal, so the batch decides.
         return temperature == 0 or (self.asked.get("top_k") == 1 and temperature in TEMPERATURES)
 
     @property

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sglang_dflash.servers.server import Generation
 from tests.tools.parameters import chosen_from
 
-GAP = 1e-4  # largest difference of values about 1; fp32 sums are taken in another order
+GAP = 1e-4  # largest allowed difference of values near 1; fp32 sums are taken in another order
 
 
 def require_rows(target: Path, prompt: Sequence[int], answer: Generation, n_missing: int = 0) -> None:

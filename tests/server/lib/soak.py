@@ -23,7 +23,7 @@ from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps,
 
 N_TOKENS = 72  # largest number of tokens of an answer in the book
 MIB = 2**20
-# Tokens. A prompt and its answer, in a session too, must fit a context of 256.
+# Tokens. A prompt and its answer must fit a context of 256, also in a session of two turns.
 LONGEST_PROMPT = 150
 
 

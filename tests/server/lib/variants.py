@@ -26,7 +26,7 @@ class Variant(NamedTuple):
         """True if the prefix cache can end inside generated text.
 
         With a draft window and pages, an attention-only target prefills the last 64 tokens again, in whole pages. Then
-        less of the generated text stays cached.
+        less of the generated text stays cached. A hybrid target caches it only with a track interval.
         """
         if self.target == "dense":
             return not ({*PAGES, *window(64)} <= {*self.flags})

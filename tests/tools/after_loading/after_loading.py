@@ -1,7 +1,7 @@
 """Import hook that edits each named module once, right after it is loaded.
 
-Folders with a `sitecustomize.py`, which Python imports first, use the hook to patch a process of a test.
-`parameters.path_with` puts such a folder and this one on PYTHONPATH. Only tests use this module.
+Python imports `sitecustomize` first. A test's `sitecustomize.py` uses this hook to patch the processes of the test.
+`parameters.path_with` puts its folder and this one on PYTHONPATH. Only tests use this module.
 """
 
 import importlib.abc
