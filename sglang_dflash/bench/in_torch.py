@@ -27,7 +27,7 @@ class TorchEngine(Engine):
 
     @property
     def processes(self) -> Processes:
-        return list[psutil.Process]  # the engine has no process but this one
+        return list[psutil.Process]  # a function that returns []: this process is counted without it
 
     def flush(self) -> bool:
         return True  # nothing is kept between requests

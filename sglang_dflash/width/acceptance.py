@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 DECAY = math.exp(-1 / 32)  # per step, factor on the weight of old observations of one request
-HEAVY = 1e100  # weight of a new observation above which all weights are scaled down
+HEAVY = 1e100  # new observations weigh more at each step (see `Counts`); above this, all weights are scaled down
 ALL_DECAY = math.exp(-1 / 512)  # per step, factor on the weight of old observations of all requests
 PRIOR = 4.0  # weight of the prior, in observations
 LEVEL_DECAY = math.exp(-1 / 8)  # per block, factor on the weight of old evidence about a request's level
