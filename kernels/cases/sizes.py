@@ -1,4 +1,7 @@
-"""Types of a kernel's case and of its sizes, two sets of sizes, and comparisons of a result with its definition."""
+"""Case (one op at one shape), the sizes of cases, and comparisons of an op's result with that of its definition.
+
+There are two sets of sizes: those of Qwen3.5-27B, and small ones.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

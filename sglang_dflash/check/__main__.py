@@ -67,7 +67,7 @@ def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
 
 
 def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
-    """Return one finding: the acceptance of drafts at `n_steps` positions (`check.draft_steps`)."""
+    """Return one finding: the share of accepted first drafts at `n_steps` positions of an answer."""
     from sglang_dflash.check import draft_steps
 
     parser = ArgumentParser(add_help=False)

@@ -130,7 +130,7 @@ def require(step: Counter[str], allowed: Mapping[str, int]) -> None:
 
 
 def with_launches(describe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Wrap a worker's `describe` so that `GET /server_info` also returns `most`, as `launches`."""
+    """Wrap a worker's `describe` so that `GET /server_info` also returns `launches` (see `most`)."""
 
     @functools.wraps(describe)
     def describe_with_launches() -> dict[str, Any]:

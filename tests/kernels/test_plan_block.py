@@ -21,7 +21,7 @@ def test_hand_worked_block():
     want = PlannedBlock(
         tokens_BN=torch.tensor([[7, MASK, MASK], [8, MASK, MASK]]),
         positions_BN=torch.tensor([[2, 3, 4], [4, 5, 6]]),
-        slots_BN=torch.tensor([[22, 23, 24], [14, 15, 0]]),  # row 0 has 6 positions; then KV slot 0 (padding)
+        slots_BN=torch.tensor([[22, 23, 24], [14, 15, 0]]),  # request 2 has positions 0..5; 6 gets KV slot 0
     )
     assert_same(got, want)
 

@@ -115,12 +115,12 @@ def test_a_step_is_no_evidence_after_its_first_failure() -> None:
 def test_estimates_of_a_request_shrink_to_the_others() -> None:
     """A request's estimate has a prior: the estimate over all requests, with odds multiplied by the request's level.
 
-    The prior has a weight of 4 observations. The prior of a level, 1, has a weight of 2 drafts. A new request has the
-    estimate over all requests:
+    The prior has a weight of 4 observations. The prior of a level, 1, has a weight of 2 drafts. The estimate over all
+    requests is also a new request's. Its own prior is its last value, with a weight of 4 observations:
     - 1 at first
     - (1 + 4 * 1) / (1 + 4) = 1 once the draft of "a" is accepted
     - (1 + 4 * 1) / (2 + 4) = 5/6 once the draft of "b" is rejected
-    - (1 + 4 * 5/6) / (2 + 4) = 13/18 when the estimate is read
+    - (1 + 4 * 5/6) / (2 + 4) = 13/18 when it is read, because the last value is 5/6 now
     """
     acceptance = trained([(["a", "b"], 2, [1, 0])])
     estimate = {rid: acceptance.expected([rid])[2] - 1 for rid in ("a", "b", "new")}
