@@ -95,7 +95,7 @@ class Bench:
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions, by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
     widths: list[dict[str, Any]] = field(default_factory=list)  # number of steps at each width, per turn
-    # By task: the first engine's answers in the first repeat, at the first concurrency.
+    # The first engine's answers in the first repeat, at the first concurrency, by task.
     reference: dict[int, list[Completion]] = field(default_factory=dict)
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)

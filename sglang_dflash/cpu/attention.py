@@ -95,7 +95,6 @@ class Segment(NamedTuple):
 
     queries: slice
     n_prefix: int
-    n_keys: int
     slots: torch.Tensor | slice
 
 
@@ -175,7 +174,7 @@ class CpuAttentionBackend(AttentionBackend):
         )
         for row, n_prefix, n_new in lengths:
             slots = self.req_to_token_pool.req_to_token[row, : n_prefix + n_new]
-            segments.append(Segment(slice(start, start + n_new), n_prefix, len(slots), consecutive(slots)))
+            segments.append(Segment(slice(start, start + n_new), n_prefix, consecutive(slots)))
             start += n_new
         return segments
 
@@ -265,7 +264,7 @@ class CpuAttentionBackend(AttentionBackend):
             for start in range(segment.queries.start, segment.queries.stop, MAX_QUERIES):
                 queries = slice(start, min(start + MAX_QUERIES, segment.queries.stop))
                 first = segment.n_prefix + start - segment.queries.start
-                n_keys = first + queries.stop - queries.start if mask.causal else segment.n_keys
+                n_keys = first + queries.stop - queries.start if mask.causal else len(k)
                 allowed = mask.allowed(torch.arange(first, first + queries.stop - start)[:, None], torch.arange(n_keys))
                 out_TAE[queries] = scaled_dot_product_attention(
                     q_TAE[queries].transpose(0, 1)[None],

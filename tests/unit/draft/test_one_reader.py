@@ -22,7 +22,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 
-# By case: changes to the config.json of `fixtures/checkpoints.py` (None removes a field), and the fields as read.
+# Changes to the config.json of `fixtures/checkpoints.py` (None removes a field) and the fields as read, by case.
 ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unchanged": ({}, {"layer_types": (FULL, FULL), "sliding_window": None, "rope_parameters": ROPE, "block_size": 8}),
     "output_multiplier": ({"dflash_config": {"output_multiplier": 0.5}}, {"output_multiplier": 0.5}),
