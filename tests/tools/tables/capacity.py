@@ -1,4 +1,4 @@
-"""Compute the README's table of concurrent requests per model and GPU.
+"""Compute the table of concurrent requests per model and GPU in docs/recipes.md.
 
     python -m tests.tools.tables.capacity
 

@@ -1,4 +1,4 @@
-"""Capacity report: reading of configs, sizes of known models, output as text and JSON, and the README's table."""
+"""Capacity report: reading of configs, sizes of known models, output as text and JSON, and the table of recipes.md."""
 
 import json
 import struct
@@ -17,7 +17,7 @@ from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.capacity.division import GIB, RadixStates
 from sglang_dflash.capacity.geometry import Config, read_draft, read_target
 from sglang_dflash.check.__main__ import main as check
-from tests.tools.tables import capacity as readme_table
+from tests.tools.tables import capacity as capacity_table
 
 ROOT = Path(__file__).parents[3]
 ASSETS = ROOT / "sglang_dflash" / "assets"
@@ -291,6 +291,6 @@ def test_the_report_needs_neither_sglang_nor_torch():
     assert out.strip() == "set()"
 
 
-def test_the_readme_has_the_computed_table():
-    readme = (ROOT / "README.md").read_text()
-    assert "\n".join(readme_table.rows()) in readme
+def test_recipes_have_the_computed_table():
+    page = (ROOT / "sglang_dflash" / "docs" / "recipes.md").read_text()
+    assert "\n".join(capacity_table.rows()) in page
