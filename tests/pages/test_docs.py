@@ -72,6 +72,12 @@ def test_the_index_has_every_page_and_the_readme_has_the_index() -> None:
     assert "(sglang_dflash/docs/README.md)" in (ROOT / "README.md").read_text()
 
 
+def test_each_development_tool_is_listed() -> None:
+    listed = set(re.findall(r"`python -m ([\w.]+)`", (ROOT / "launch" / "README.md").read_text()))
+    paths = [path for path in (ROOT / "tests" / "tools").rglob("*.py") if "__main__" in path.read_text()]
+    assert listed == {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+
+
 def test_the_diagram_is_for_light_and_dark() -> None:
     text = (DOCS / "how-it-works.svg").read_text()
     named = {element.tag.split("}")[1] for element in ElementTree.fromstring(text)}
