@@ -86,6 +86,18 @@ class DFlashConfig:
         draft = checkpoint.read(arguments.require_draft_path(), arguments.draft_revision)
         return combine(arguments, target_of(server_args), draft, flags)
 
+    def summary(self) -> str:
+        """Return block, verify widths, n-gram copies, draft window, draft attention backend and draft in one line."""
+        facts = {
+            "block": self.block_size,
+            "verify widths": "/".join(map(str, self.widths)) or "none",
+            "n-gram copies": self.copy.value,
+            "draft window": self.draft_window or "off",
+            "draft attention backend": self.draft_attention_backend,
+            "draft": self.draft.path,
+        }
+        return ", ".join(f"{name} {value}" for name, value in facts.items())
+
     @property
     def widest(self) -> int:
         """Return the largest number of tokens per request whose K/V a step writes."""

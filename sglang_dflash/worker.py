@@ -194,7 +194,8 @@ class DFlashWorker(BaseSpecWorker):
         policy = DryRun(self.stages, on_host=on_host).run(config.flags.width_policy)
         self.stages, trace = traced(self.stages, config.flags.width_trace)
         self.width = Chooser(policy, trace)
-        logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
+        logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config.summary())
+        logger.debug("%s", config)
 
     # -- SGLang's interface of a worker --------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
     """Resolve the arguments of a launch, and check target, draft and flags against each other.
 
     Returns:
-        A line with block, window, backend, draft and notes, and a text with the whole configuration.
+        A line with `DFlashConfig.summary` and the notes, and a text with the whole configuration.
 
     Raises:
         ValueError: a flag is misspelt, DFLASH is not selected, or see `DFlashConfig.from_server_args`.
@@ -81,14 +81,8 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
         return "SGLANG_DFLASH_WORKER=stock: not checked, SGLang's built-in worker serves it", ""
     config = DFlashConfig.from_server_args(server_args)
     shown = (field.name for field in dataclasses.fields(config) if field.repr)
-    facts = (
-        f"block {config.block_size}",
-        f"draft window {config.draft_window or 'off'}",
-        f"draft attention backend {config.draft_attention_backend}",
-        f"draft {config.draft.path}",
-    )
     detail = ", ".join(f"{name}={vars(config)[name]}" for name in shown)
-    return "; ".join([", ".join(facts), *config.notes]), detail
+    return "; ".join([config.summary(), *config.notes]), detail
 
 
 def misspelt(argv: Sequence[str]) -> str:

@@ -44,8 +44,15 @@ def test_a_good_installation_and_launch(launch, pair):
     assert all(finding["ok"] for finding in found.values()), found
     assert found["plugin"]["text"] == "sglang-dflash's worker serves DFLASH"
     assert found["platform"]["text"] == "CpuPlatform, device cpu"
-    facts = f"block 8, draft window off, draft attention backend torch_native, draft {pair['draft']}"
-    assert found["launch"]["text"] == facts
+    facts = found["launch"]["text"].split(", ")
+    assert facts[0] == "block 8"
+    assert facts[1].startswith("verify widths 1/")
+    assert facts[2:] == [
+        "n-gram copies auto",
+        "draft window off",
+        "draft attention backend torch_native",
+        f"draft {pair['draft']}",
+    ]
     assert "block_size=8" in found["launch"]["detail"]
 
 
