@@ -195,7 +195,6 @@ class DFlashWorker(BaseSpecWorker):
         self.stages, trace = traced(self.stages, config.flags.width_trace)
         self.width = Chooser(policy, trace)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config.summary())
-        logger.debug("%s", config)
 
     # -- SGLang's interface of a worker --------------------------------------------------------------------------------
 

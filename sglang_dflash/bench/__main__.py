@@ -61,11 +61,19 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
             with kept_in_memory(served, console):
                 yield served
     else:
-        about = {"model": options.model or "", "api_key": options.api_key}
-        remote = [HttpEngine(name, url, **about) for name, url in options.base_url.items()]
-        for engine in remote:
-            engine.meet(ServerKind(options.backend) if options.backend else None)
-        yield remote
+        yield options.remote
+
+
+def meet(options: argparse.Namespace) -> None:
+    """Contact the servers of `--base-url`, and add their engines to the options as `remote`.
+
+    Raises:
+        ServerError: see `HttpEngine.meet`.
+    """
+    about = {"model": options.model or "", "api_key": options.api_key}
+    options.remote = [HttpEngine(name, url, **about) for name, url in options.base_url.items()]
+    for engine in options.remote:
+        engine.meet(ServerKind(options.backend) if options.backend else None)
 
 
 def completed(tasks: Sequence[Task], first: Engine, sampling: Sampling, concurrency: int) -> list[Task]:
@@ -155,7 +163,7 @@ def run(arguments: Sequence[str]) -> None:
         ServerError: an arm cannot be reached, started or loaded, or fails later.
         GateError: `--require-equal` is set, and answers differ by more than near ties.
     """
-    options = parse(arguments)
+    options = parse(arguments, meet)
     end_on_sigterm()
     console = Console()
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -74,16 +74,19 @@ class HttpEngine(Engine):
             self.kind = self._whose()
             models = self._get("/v1/models")
         except httpx.TransportError as error:
-            what = f"no server answers at {self.url} ({error}); start the server first"
+            what = f"no server answers at {self.url} ({error}); start it, or give the URL that it listens on"
             raise ServerError(f"{self.name}: {what}") from error
         if expected is not None and self.kind is not expected:
-            raise ServerError(f"{self.name}: {self.url} is no {expected} server; drop --backend, or name that server")
+            what = f"{self.url} is no {expected} server (it answers like {self.kind})"
+            raise ServerError(f"{self.name}: {what}; drop --backend, or give another URL")
         if models is None:
             raise ServerError(f"{self.name}: {self.url} has no /v1/models; give the URL of an OpenAI-compatible server")
         served = [model["id"] for model in models["data"]]
         self.model = self.model or served[0]
         if self.model not in served:
-            raise ServerError(f"{self.name}: {self.url} serves {', '.join(served)}, not {self.model}; change --model")
+            raise ServerError(
+                f"{self.name}: {self.url} serves {', '.join(served)}, not {self.model}; change or drop --model"
+            )
 
     def flush(self) -> bool:
         if self.kind is ServerKind.SGLANG:
@@ -97,7 +100,8 @@ class HttpEngine(Engine):
             ServerError: the server rejected the request, does not answer, or accepts no token ids.
         """
         if isinstance(prompt, TokenIds) and self.kind is not ServerKind.SGLANG:
-            raise ServerError(f"{self.name}: {self.url} accepts no token ids in a chat; drop that set of prompts")
+            what = f'{self.url} accepts no token ids; drop --dataset hopeless, and lines of --data with "input_ids"'
+            raise ServerError(f"{self.name}: {what}")
         body, sent = sampling.body(self.model, prompt), time.perf_counter()
         with self._answering():
             if not stream:
@@ -219,7 +223,9 @@ def streamed(server: str, sent: float, events: Sequence[tuple[float, str]]) -> C
             thoughts, content = thoughts + new_thoughts, content + (new_content or "")
     n_tokens = usage["completion_tokens"]
     if not n_tokens:
-        raise ServerError(f"{server} streams no `usage` to count tokens by; add --no-latency")
+        raise ServerError(
+            f"{server} streams no `usage`, so tokens cannot be counted; add --no-latency to skip streamed runs"
+        )
     return Completion(
         n_tokens=n_tokens,
         text="".join(_parts({"reasoning_content": thoughts, "content": content})),

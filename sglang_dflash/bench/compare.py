@@ -71,8 +71,9 @@ def require_equal(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, 
     red = [one for one in unequal if not (gap and is_near_tie(one, likeliest, gap))]
     if red:
         shown = "; ".join(f"{one.where}, {one.difference}" for one in red[:N_NAMED])
+        cure = f"raise --tie-gap {gap:g}" if gap else "in 16 bits, accept near ties with --tie-gap"
         raise GateError(
             f"{len(red)} answers differ from those of {first}, so no speed is shown; {shown}; "
-            "in bf16, accept near ties with --tie-gap"
+            f"{cure}, or drop --require-equal"
         )
     return len(unequal)

@@ -6,7 +6,7 @@ the preset's. Presets serve this package's tiny hybrid pair on CPU cores, unless
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from sglang_dflash.bench.client import ServerKind
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
 from sglang_dflash.cli import Add, Parser, RawHelp
 from sglang_dflash.servers import arms
+from sglang_dflash.servers.ports import port_number
 from sglang_dflash.tiny import pairs as tiny
 
 CONCURRENCY = (1, 8, 16, 32)
@@ -99,8 +100,13 @@ NUMBER: dict[str, Any] = {"type": _positive, "metavar": "N"}
 SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend"}
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(
+    arguments: Sequence[str], meet: Callable[[argparse.Namespace], None] = lambda options: None
+) -> argparse.Namespace:
     """Parse the command line.
+
+    Args:
+        meet: called with the checked options before data sets are downloaded, to contact running servers first.
 
     Returns:
         The options, with `server_flags` (the flags after `--`), `tasks` and `launches`.
@@ -129,7 +135,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             if options.serve
             else []
         )
-        options.tasks = _tasks(options)  # after all checks, because data sets may be downloaded
+        options.tasks = _tasks(options, meet)  # after all checks, because data sets may be downloaded
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -154,11 +160,11 @@ def _parser() -> Parser:
 
 def _add_who(add: Add) -> None:
     add("--base-url", **SEVERAL, metavar="[NAME=]URL", help="running OpenAI-compatible servers")
-    add("--serve", action="store_true", help="start the arms here, with the server flags after --")
+    add("--serve", action="store_true", help="start the servers of --arms here, with the flags after --")
     add(
         "--backend",
         choices=[*ServerKind, TRANSFORMERS],
-        help="kind of the servers (default: detected); transformers: no server",
+        help="kind of the servers (default: detected); transformers: plain torch in this process, no server",
     )
     add(
         "--model",
@@ -166,14 +172,15 @@ def _add_who(add: Add) -> None:
         help="model name (default: the first that the server lists); with transformers the target",
     )
     add("--draft-model", metavar="NAME", help="DFlash draft for --backend transformers")
-    names = f"arms of --serve: {', '.join(arms.ARMS)} (default: all); NAME:VAR=VALUE,... sets variables for one"
-    add("--arms", nargs="+", metavar="ARM", help=names)
+    names = f"servers that --serve starts: {', '.join(arms.ARMS)} (default: all that the model supports)"
+    add("--arms", nargs="+", metavar="ARM", help=names + "; NAME:VAR=VALUE,... adds environment variables to one")
     add("--preset", choices=PRESETS, help="; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items()))
-    add("--mtp-steps", **NUMBER, default=3, help="drafts per step of the arm mtp, the target's own MTP layers")
+    mtp = "drafts per step of the arm mtp, which uses the target's own MTP layers"
+    add("--mtp-steps", **NUMBER, default=3, help=mtp)
     memory = "never keep two servers of --serve in memory (default: yes, except with --device cpu)"
     add("--one-at-a-time", action=argparse.BooleanOptionalAction, help=memory)
     key = os.environ.get("OPENAI_API_KEY", "none")
-    add("--api-key", default=key, metavar="KEY", help="key of the servers (default: OPENAI_API_KEY)")
+    add("--api-key", default=key, metavar="KEY", help="API key of the servers (default: the variable OPENAI_API_KEY)")
 
 
 def _add_what(add: Add) -> None:
@@ -182,14 +189,15 @@ def _add_what(add: Add) -> None:
     add("--dataset", **SEVERAL, choices=prompts.NAMES, metavar="NAME", help=names)
     lines = 'JSONL with a "prompt", chat "messages", or token ids as "input_ids" in every line'
     add("--data", **SEVERAL, type=Path, metavar="FILE", help=lines)
-    add("--num-prompts", "--max-samples", **NUMBER, default=N_PROMPTS, help="most prompts of each set")
-    add("--max-new-tokens", "--max-tokens", **NUMBER, default=4096, help="most tokens of an answer")
+    add("--num-prompts", "--max-samples", **NUMBER, default=N_PROMPTS, help="largest number of prompts of each set")
+    longest = "largest number of tokens in an answer"
+    add("--max-new-tokens", "--max-tokens", **NUMBER, default=4096, help=longest)
     add(
         "--temperature",
         type=float,
         metavar="T",
         default=0.0,
-        help="sampling temperature; 0 is greedy, and answers are compared",
+        help="sampling temperature; at 0 (greedy) the arms' answers are compared",
     )
     add(
         "--enable-thinking",
@@ -205,7 +213,7 @@ def _add_how(add: Add) -> None:
         type=_counts,
         nargs="+",
         metavar="N",
-        help="requests in flight (default: 1 8 16 32; transformers: 1)",
+        help="numbers of requests in flight (default: 1 8 16 32; transformers: 1)",
     )
     add("--repeats", **NUMBER, default=3, help="repeats of each measurement, interleaved")
     add("--no-latency", action="store_true", help="skip the streamed runs that measure TTFT and TPOT")
@@ -217,9 +225,9 @@ def _add_how(add: Add) -> None:
         type=float,
         metavar="G",
         default=0.0,
-        help="accept differing tokens within this log-probability; 0: none",
+        help="accept a difference if both tokens are within G nats of the likeliest token; 0: accept none",
     )
-    add("--port", **NUMBER, default=31000, help="first port to try")
+    add("--port", type=port_number, metavar="N", default=31000, help="first port to try")
     add(
         "--output",
         type=Path,
@@ -229,27 +237,31 @@ def _add_how(add: Add) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    in_torch = options.backend == TRANSFORMERS
-    ways = {"--base-url": bool(options.base_url), "--serve": options.serve, f"--backend {TRANSFORMERS}": in_torch}
+    in_torch, serve = options.backend == TRANSFORMERS, f"--preset {options.preset}" if options.preset else "--serve"
+    ways = {"--base-url": bool(options.base_url), serve: options.serve, f"--backend {TRANSFORMERS}": in_torch}
     given = [way for way, is_given in ways.items() if is_given]
     if len(given) != 1:
-        raise ValueError(f"found {' and '.join(given) or 'no server to measure'}; give one of {', '.join(ways)}")
+        found = " and ".join(given) or "no server to measure"
+        raise ValueError(f"found {found}; give one of --base-url, --serve, --preset, --backend {TRANSFORMERS}")
     options.base_url = named_urls(options.base_url or ())
     if options.server_flags and not options.serve:
-        raise ValueError(f"-- {options.server_flags[0]} ...: only --serve takes server flags; add it, or drop them")
+        raise ValueError(
+            f"-- {options.server_flags[0]} ...: {given[0]} takes no server flags; drop them, or use --serve instead"
+        )
     if options.serve and options.backend not in (None, ServerKind.SGLANG):
         raise ValueError(f"--serve starts SGLang, not {options.backend}; drop --backend")
     if options.serve and options.model:
         raise ValueError("--serve takes the model from the flags after --; drop --model")
     if options.arms and not options.serve:
-        raise ValueError("--arms needs --serve; add it, or drop --arms")
+        raise ValueError(f"--arms are servers that --serve starts; drop --arms, or use --serve instead of {given[0]}")
     if options.draft_model and not in_torch:
         raise ValueError(f"--draft-model needs --backend {TRANSFORMERS}, since servers load their own draft; drop it")
     if in_torch and not (options.model and options.draft_model):
         raise ValueError(f"--backend {TRANSFORMERS} needs --model and --draft-model; name both checkpoints")
     if in_torch and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            f"found {os.environ['WORLD_SIZE']} processes; start the benchmark with python instead of torchrun"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as torchrun sets it, but one process runs this benchmark; "
+            "start it without torchrun, or unset WORLD_SIZE"
         )
     if options.temperature < 0:
         raise ValueError(f"--temperature {options.temperature} is below 0; give 0 (greedy) or more")
@@ -267,13 +279,14 @@ def _check(options: argparse.Namespace) -> None:
     options.output = output.with_suffix("") if output.suffix == ".json" else output
 
 
-def _tasks(options: argparse.Namespace) -> list[Task]:
+def _tasks(options: argparse.Namespace, meet: Callable[[argparse.Namespace], None]) -> list[Task]:
+    read = [prompts.read(path, options.num_prompts) for path in options.data or ()]
+    meet(options)
     names = options.dataset or ([] if options.data else [SYNTHETIC])
-    tasks = [prompts.load(name, options.num_prompts) for name in dict.fromkeys(names)]
-    tasks += [prompts.read(path, options.num_prompts) for path in options.data or ()]
+    tasks = [prompts.load(name, options.num_prompts) for name in dict.fromkeys(names)] + read
     titles = [task.name for task in tasks]
     if len(set(titles)) < len(titles):
-        raise ValueError(f"two data sets have the same name ({', '.join(titles)}); rename a --data file")
+        raise ValueError(f"two data sets have the same name ({', '.join(titles)}); rename or drop a --data file")
     return tasks
 
 

@@ -159,16 +159,19 @@ def _prompt(line: str, where: str) -> Prompt:
         messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(
-            f'{where}: no object with "prompt", "input_ids", or "messages" of role and content; write one per line'
+            f'{where}: found {line[:60]!r}; write one JSON object per line, with "prompt", "input_ids", or "messages" '
+            "that have role and content"
         ) from None
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError(f"{where}: the last message is not the user's; leave out the answer")
+    if not messages:
+        raise ValueError(f'{where}: "messages" is empty; end it with the user\'s message')
+    if (role := messages[-1]["role"]) != "user":
+        raise ValueError(f"{where}: the last message has the role {role!r}; end with the user's message")
     return messages
 
 
 def _token_ids(found: Any, where: str) -> TokenIds:
     if not isinstance(found, list) or not found or not all(type(token) is int for token in found):
-        raise ValueError(f'{where}: "input_ids" is no list of token ids; write whole numbers, at least one')
+        raise ValueError(f'{where}: "input_ids" is no list of token ids; write one or more whole numbers')
     return TokenIds(found)
 
 

@@ -8,7 +8,7 @@ import argparse
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -19,6 +19,7 @@ from rich.table import Table
 from sglang_dflash.bench.measure import Spread
 from sglang_dflash.bench.rows import Line, Row, means, summarise
 from sglang_dflash.bench.schedule import Bench
+from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.servers.arms import OURS, STOCK
 from sglang_dflash.servers.document import head, inherited, portable
 
@@ -99,8 +100,12 @@ def warnings(report: BenchReport) -> Iterator[str]:
     for task, concurrency in dict.fromkeys((row.task, row.concurrency) for row in report.rows):
         here = [row for row in report.rows if (row.task, row.concurrency) == (task, concurrency)]
         if len({row.n_prompt_tokens for row in here}) > 1:
-            yield f"{task}, {concurrency} in flight: arms read different numbers of prompt tokens; templates differ."
-    yield from few_steps(report.widths)
+            yield (
+                f"{task}, {concurrency} in flight: arms read different numbers of prompt tokens; compare servers with "
+                "the same tokenizer and chat template."
+            )
+    adapting = [name for name, arm in report.arms.items() if arm.get("width") == WidthPolicy.AUTO]
+    yield from few_steps(report.widths, adapting)
     first = next(iter(report.arms))
     unequal = [line for line in report.lines if line.n_equal is not None and line.n_equal < line.n_answers]
     for name, lines in groupby(sorted(unequal, key=lambda line: line.arm), key=lambda line: line.arm):
@@ -112,15 +117,19 @@ def warnings(report: BenchReport) -> Iterator[str]:
     yield from noise(report.rows, report.about["machine"]["cores"])
 
 
-def few_steps(turns: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def few_steps(turns: Sequence[Mapping[str, Any]], adapting: Collection[str]) -> Iterator[str]:
     """Yield a warning per arm with a turn so short that its verify widths were still adapting.
 
     Args:
         turns: counts of steps by width, for each turn (`schedule.Turn`: an arm's requests for a part of the prompts).
+        adapting: names of the arms whose widths adapt. A fresh server of such an arm may begin with one width.
     """
-    short = [turn for turn in turns if len(turn["n_steps"]) > 1 and sum(turn["n_steps"].values()) < FEW_STEPS]
+    short = [turn for turn in turns if turn["arm"] in adapting and sum(turn["n_steps"].values()) < FEW_STEPS]
     for name in dict.fromkeys(turn["arm"] for turn in short):
-        yield f"{name}: some turns had fewer than {FEW_STEPS} steps, in which widths still adapt; raise --num-prompts."
+        yield (
+            f"{name}: some turns had fewer than {FEW_STEPS} steps, in which widths still adapt; raise "
+            "--max-new-tokens, or --num-prompts with --base-url or --one-at-a-time."
+        )
 
 
 def noise(rows: Sequence[Row], cores: int) -> Iterator[str]:

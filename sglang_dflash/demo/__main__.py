@@ -20,7 +20,7 @@ from sglang_dflash.demo.pairs import Show, chosen
 from sglang_dflash.demo.terminal import compare, legend, summary
 from sglang_dflash.demo.web import Demo, Side, StepTrace, web_server
 from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.ports import HOST, free_port, port_is_free
+from sglang_dflash.servers.ports import HOST, free_port, port_is_free, port_number
 from sglang_dflash.servers.progress import wait_ready
 from sglang_dflash.servers.server import Server, end_on_sigterm
 from sglang_dflash.tiny import pairs as tiny
@@ -69,11 +69,11 @@ def show_page(demo: Demo, port: int, console: Console) -> None:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="sglang-dflash demo", description=DESCRIPTION)
-    parser.add_argument("--port", type=int, default=30000, help="port of the server with DFlash")
+    parser.add_argument("--port", type=port_number, default=30000, help="port of the server with DFlash")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--once", action="store_true", help="stop after the questions are answered")
-    form.add_argument("--web", action="store_true", help="answer in a browser instead, until Ctrl-C")
-    parser.add_argument("--web-port", type=int, default=30080, help="port of the page of --web")
+    form.add_argument("--web", action="store_true", help="serve a page for questions instead, until Ctrl-C")
+    parser.add_argument("--web-port", type=port_number, default=30080, help="port of the page of --web")
     workers = [Arm.PLUGIN, Arm.STOCK]
     parser.add_argument(
         "--arm", type=Arm, default=Arm.PLUGIN, choices=workers, help="DFLASH worker; stock: SGLang's own"
@@ -85,6 +85,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.smollm2 and (options.target or options.draft):
         parser.error("--smollm2 serves its own target and draft; drop it, or --target and --draft")
+    for name, folder, file in (("target", options.target, "tokenizer.json"), ("draft", options.draft, "config.json")):
+        if folder and not (folder / file).is_file():
+            parser.error(f"--{name} {folder} has no {file}; give the folder of a {name}")
     return options
 
 

@@ -185,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(400, "Content-Length must be a number of bytes")
             return
         if int(length) > MOST_BYTES:
-            self.send_error(413)
+            self.send_error(413, "The conversation is too long: begin a new one")
             return
         try:
             body = self.rfile.read(int(length))
@@ -201,7 +201,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             reply(self.say)
         except openai.APIError as error:
-            self.say({"error": f"{error}"})
+            self.say({"error": f"The server sent no whole answer: {error}"})
         except ConnectionError:  # the page was closed, which ends the request
             return
 

@@ -12,10 +12,11 @@
 `Options(sampler=mlx_lm.sample_utils.make_sampler(...))` uses a sampler of mlx-lm and keeps its sampling distribution.
 
 mlx-lm is neither copied nor edited: its models run unchanged, and their layers' calls are recorded (`target.py`). This
-package needs `pip install "sglang-dflash[mlx]"`, but neither torch nor SGLang. Names are imported when they are used,
-so that the command line prints its help without MLX.
+package needs `mlx` and `mlx-lm`, but neither torch nor SGLang. Names are imported when they are used, so that the
+command line prints its help without MLX.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,9 @@ def __getattr__(name: str) -> Any:
         import mlx.core  # noqa: F401
         import mlx_lm  # noqa: F401
     except ModuleNotFoundError as error:
+        package = "mlx" if sys.platform == "darwin" else '"mlx[cpu]"'
         raise ModuleNotFoundError(
-            f'sglang_dflash.mlx found no module named {error.name}; pip install "sglang-dflash[mlx]"', name=error.name
+            f"sglang_dflash.mlx found no module named {error.name}; pip install {package} mlx-lm", name=error.name
         ) from error
     module = "pair" if name in ("Pair", "load") else "generate"
     return vars(import_module(f"{__name__}.{module}"))[name]

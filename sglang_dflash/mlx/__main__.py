@@ -22,14 +22,16 @@ def arguments() -> Parser:
     add("--draft", required=True, help="its DFlash draft: a folder, or a name on the Hugging Face hub")
     add("--prompt", required=True, help="a user's message; with --raw, the text to continue")
     add("--raw", action="store_true", help="use the prompt without the chat template")
-    add("--max-tokens", type=int, default=512, help="most tokens of the answer")
+    add("--max-tokens", type=int, default=512, help="largest number of tokens in the answer")
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this total probability")
     add("--top-k", type=int, default=0, help="draw from this many likeliest tokens; 0: all")
-    add("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest one's probability")
+    min_p = "drop tokens whose probability is below this share of the likeliest token's"
+    add("--min-p", type=float, default=0.0, help=min_p)
     add("--seed", type=int, default=0, help="seed of the random draws")
     add("--width", type=int, help="slots drafted and verified per step (default: the draft's block size)")
-    add("--draft-window", type=int, help="context tokens that the draft attends to (default: all)")
+    window = "largest number of context tokens that the draft attends to"
+    add("--draft-window", type=int, help=f"{window} (default: no limit beyond the draft's own window)")
     return parser
 
 

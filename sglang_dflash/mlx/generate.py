@@ -107,14 +107,17 @@ def choose(logits_NV: mx.array, sampler: Sampler) -> mx.array:
 
 def checked_width(pair: Pair, prompt: Sequence[int], options: Options) -> int:
     block_size = pair.draft.config.block_size
-    width = options.width or block_size
+    width = block_size if options.width is None else options.width
     if options.max_new_tokens < 1 or not prompt:
         raise ValueError(
-            f"max_new_tokens is {options.max_new_tokens} and the prompt has {len(prompt)} tokens; "
-            "both must be one or more"
+            f"max_new_tokens (--max-tokens) is {options.max_new_tokens} and the prompt has {len(prompt)} tokens; "
+            "make both 1 or more"
         )
     if not 2 <= width <= block_size:
-        raise ValueError(f"width {width} is not within 2..{block_size}, what {pair.draft.config.path} was trained for")
+        raise ValueError(
+            f"width {width} is not within 2..{block_size}. {pair.draft.config.path} was trained for blocks of "
+            f"{block_size} tokens (config.json: block_size); give a width in this range, or leave it out"
+        )
     if options.draft_window is not None and options.draft_window < width:
         raise ValueError(
             f"draft_window {options.draft_window} is smaller than the block of {width} tokens; make it at least {width}"

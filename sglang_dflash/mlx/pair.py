@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from sglang_dflash.draft import checkpoint, files
@@ -39,7 +41,7 @@ def load(model: str, draft: str) -> Pair:
     Raises:
         NotSupported: the target's family, or the kind of draft, is not supported here.
         ValueError: the draft is invalid, or does not match the target.
-        FileNotFoundError: a given folder does not exist, or the draft's folder has no config.json.
+        FileNotFoundError: a given folder does not exist or has no config.json, or a model cannot be fetched.
     """
     config = target_config(model)
     kind = TEXT_ONLY.get(config.get("model_type", ""), config.get("model_type"))
@@ -71,13 +73,31 @@ def target_config(model: str) -> dict[str, Any]:
     folder = Path(model)
     if folder.is_absolute() and not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {model}; give a target's folder or its name on the hub")
-    file = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(model, "config.json"))
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{model} has no config.json; give a target's folder")
+        return files.read_object(folder / "config.json", "fetch the target again")
+    with fetching(model):
+        file = Path(hf_hub_download(model, "config.json"))
     return files.read_object(file, "fetch the target again")
+
+
+@contextmanager
+def fetching(source: str) -> Iterator[None]:
+    """Raise FileNotFoundError with a cure if `source` cannot be fetched from the hub inside the context."""
+    try:
+        yield
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{source} is no folder and cannot be fetched ({type(error).__name__}); give a checkpoint's folder, or a "
+            "name on the hub that this machine can reach"
+        ) from error
 
 
 def load_draft(source: str) -> MLXDraft:
     """Load the draft. Raises the errors of `sglang_dflash.model.DraftModel.from_pretrained`."""
-    folder = files.local_folder(source)
+    with fetching(source):
+        folder = files.local_folder(source)
     draft = MLXDraft(checkpoint.read(str(folder)))
     draft.load_weights(list(files.read_tensors(folder, lambda file: mx.load(str(file))).items()))
     return draft

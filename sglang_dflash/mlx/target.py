@@ -76,8 +76,8 @@ class MLXTarget:
         unknown = {type(cache).__name__ for cache in self.caches} - {KVCache.__name__, ArraysCache.__name__}
         if unknown:
             raise NotSupported(
-                f"{type(model).__module__} keeps its past in {min(unknown)}; "
-                "only K and V, and arrays of recurrent layers, can be undone"
+                f"{type(model).__module__} cannot take back rejected drafts, because its cache has layers of type "
+                f"{', '.join(sorted(unknown))}; give a target with full, sliding-window or recurrent layers"
             )
         self.recurrent = [i for i, cache in enumerate(self.caches) if isinstance(cache, ArraysCache)]
         # Only these layers are recorded, because inputs and outputs for a prompt's chunk are large.

@@ -20,8 +20,9 @@ from pathlib import Path
 from sglang_dflash.cli import Parser
 from sglang_dflash.prove.machine import place_of
 from sglang_dflash.servers.document import write
+from sglang_dflash.servers.ports import port_number
 
-NEEDED = ("pytest", "pytest_timeout", "xdist")
+NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist"}  # module -> package
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.py" for name in ("environment", "inside", "ops", "draft_graph", "outside")]  # in this order
 MINUTES, MINUTES_SHORT = 60.0, 12.0
@@ -44,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--list", action="store_true", help="print the checks; needs no GPU")
-    add("--only", nargs="+", default=[], metavar="NAME", help="run only these checks")
+    add("--only", nargs="+", default=[], metavar="NAME", help="run only these checks, with their names in --list")
     add("--short", action="store_true", help="run the most important checks, on fewer prompts")
     limit = f"time limit of the run; later checks are skipped (default: {MINUTES:g}, with --short {MINUTES_SHORT:g})"
     add("--minutes", type=float, help=limit)
@@ -52,7 +53,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--draft-path", help="draft of that target")
     out = "JSON document; logs are written beside it (default: dflash-prove-<time>.json)"
     add("--out", type=Path, metavar="FILE", help=out)
-    add("--port", type=int, default=31600, help="first port to try")
+    add("--port", type=port_number, default=31600, help="first port to try")
     add("--flags", nargs=argparse.REMAINDER, metavar="...", help="more flags for every server; must come last")
     options, more = parser.parse_known_args(arguments)
     options.more = [word for word in more if word != "--"]
@@ -65,8 +66,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        print(f"prove: {', '.join(missing)} is missing; pip install 'sglang-dflash[prove]'", file=sys.stderr)
+    if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
+        print(f"prove: not installed: {', '.join(missing)}; pip install {' '.join(missing)}", file=sys.stderr)
         return 2
     try:
         place = place_of(options)
@@ -89,6 +90,9 @@ def main(arguments: Sequence[str]) -> int:
         print(output.getvalue(), file=sys.stderr)
         return 2
     if options.list:
+        if place.is_assumed:
+            more = "SGLANG_DFLASH_REHEARSE=sm100 lists those of sm100"
+            print(f"prove: found no GPU; these are the checks of {place.device}. {more}", file=sys.stderr)
         for facts in collector.checks.values():
             needs = "gpu" if facts.gpu else "any"
             print(f"{facts.name:<28} {facts.minutes:>3g} min  {needs:<3}  {facts.proves}")

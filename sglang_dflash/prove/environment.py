@@ -18,13 +18,13 @@ VERSIONED = ("sglang", "torch", "triton", "transformers", "sglang_dflash")
 @check("environment", "versions, entry points, hooks and names of SGLang are as needed", 2, short=True)
 def check_environment(place: Place, found: Found) -> None:
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
-    assert not missing, f"not importable: {', '.join(missing)}; put them on PYTHONPATH"
+    assert not missing, f"not importable: {', '.join(missing)}; install them, or put them on PYTHONPATH"
     # Versions are read from the modules. Metadata of unpacked packages may be missing, or describe another version.
     versions = {name: importlib.import_module(name).__version__ for name in VERSIONED}
     if place.gpu is not None:
         a = torch.randint(-8, 8, (64, 64), device="cuda").float()
         error = (a @ a - (a.double() @ a.double()).float()).abs().max().item()
-        assert error == 0, f"a product of small integers is off by {error}"
+        assert error == 0, f"torch computes a product of small integers on this GPU with an error of {error}"
     all_findings = [*findings.installation(), *launch.report([])]
     wrong = [f"{one.name}: {one.text}" for one in all_findings if not one.ok]
     shown = ", ".join(f"{name} {versions[name]}" for name in ("sglang", "torch", "triton"))

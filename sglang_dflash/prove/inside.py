@@ -83,7 +83,8 @@ def check_drafts(watched: Watched, found: Found) -> None:
             f"{worst['requests']} requests at width {worst['width']}: {worst['changed']} in {worst['steps']} steps"
         )
     captured = bool(watched.dflash["probe"]["captured"])
-    found(Finding(text if captured else "no graph of the draft was captured", {"steps": rows}, captured and not bad))
+    text = text if captured else "no graph of the draft was captured; leave CUDA graphs enabled in --flags"
+    found(Finding(text, {"steps": rows}, captured and not bad))
 
 
 @watching(
@@ -152,7 +153,7 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
     """Return the bytes of each pool by the capacity report's formulas."""
     pools, info, widest = watched.dflash["probe"]["bytes"], watched.info, watched.dflash["widest"]
     if not Path(place.pair.target).is_dir():
-        pytest.skip(f"{place.pair.target} is no directory, so its config.json is not here to be counted")
+        pytest.skip(f"{place.pair.target} is no directory with a config.json to read; give --model-path a directory")
     target, draft = geometry.read_target(str(place.pair.target)), geometry.read_draft(str(place.pair.draft))
     ranks, page, in_fp32 = info["tp_size"], pools["page_size"], place.exact
     attention = [replace(one.attention, itemsize=FP32) if in_fp32 else one.attention for one in (target, draft)]

@@ -60,6 +60,7 @@ class Place:
     short: bool
     folder: Path  # for logs
     port: int  # first port to try
+    is_assumed: bool = False  # there is no GPU, real or emulated, and the checks are only listed
 
     @property
     def level(self) -> str:
@@ -124,21 +125,21 @@ def place_of(options: argparse.Namespace) -> Place:
     """
     emulated = flags.read(os.environ).rehearse.gpu
     gpu = None if emulated else find_gpu()
-    if gpu is None and not emulated and options.list:
-        emulated = "sm90"
-    if gpu is None and not emulated:
-        raise ValueError("found no CUDA device; set SGLANG_DFLASH_REHEARSE=sm90 to emulate one on this CPU")
+    has_none = gpu is None and not emulated
+    if has_none and not options.list:
+        raise ValueError("torch finds no CUDA device; set SGLANG_DFLASH_REHEARSE=sm90 to emulate one on this CPU")
     if bool(options.model_path) != bool(options.draft_path):
         raise ValueError("found one of --model-path and --draft-path; give both")
     return Place(
         gpu=gpu,
-        device=ALIASES.get(gpu.device, gpu.device) if gpu else emulated,
+        device=ALIASES.get(gpu.device, gpu.device) if gpu else emulated or "sm90",
         pair=Pair(options.model_path, options.draft_path) if options.model_path else tiny.HYBRID,
         is_own=bool(options.model_path),
         server_flags=tuple(options.flags or ()),
         short=options.short,
         folder=options.folder,
         port=options.port,
+        is_assumed=has_none,
     )
 
 

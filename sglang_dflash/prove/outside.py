@@ -103,7 +103,8 @@ def check_distribution(place: Place, found: Found) -> None:
             drawn |= {arm: draws(server, prompt, n) for arm, server in servers.items()}
     sets = drawn[Arm.OFF], drawn[Arm.PLUGIN]
     apart, kinds = distribution.violations(*sets), len(set(drawn[Arm.OFF]))
-    assert kinds > distribution.N_POSITIONS, f"{kinds} kinds of answers in {n} draws; the comparison could not fail"
+    enough = kinds > distribution.N_POSITIONS
+    assert enough, f"only {kinds} different answers in {n} draws at temperature {TEMPERATURE:g}, too few to compare"
     shift = distribution.detectable(0.5, n)
     numbers = {"draws": n, "kinds": kinds, "apart": list(map(str, apart)), "detectable": shift}
     text = f"{n} draws each, {len(distribution.cells(*sets))} cells, {len(apart)} further apart than "

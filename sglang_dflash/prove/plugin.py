@@ -133,4 +133,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if facts_of(item).gpu and run.place.gpu is None:
         pytest.skip("needs a GPU")
     if (left_s := run.deadline - time.time()) < LEAST_S:
-        pytest.skip(f"no time left of --minutes ({max(left_s, 0):.0f} s)")
+        pytest.skip(f"no time left of --minutes ({max(left_s, 0):.0f} s, a check needs {LEAST_S:.0f}); raise it")

@@ -65,15 +65,16 @@ def attend(
 def require_int32(**metadata: torch.Tensor) -> None:
     for name, tensor in metadata.items():
         assert tensor.dtype == torch.int32, f"{name} is {tensor.dtype}, the kernel reads int32"
-        assert tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}, the kernel reads rows"
+        assert tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}, the kernel needs a last stride of 1"
 
 
 def pages_of(row_P: torch.Tensor, n_keys: int, page_size: int, n_pages: int) -> torch.Tensor:
     """Return the pages that hold a request's keys, int64."""
     needed = -(-n_keys // page_size)
-    assert needed <= row_P.shape[0], f"a page table of {row_P.shape[0]} columns for {n_keys} keys, {page_size} a page"
+    too_few = f"a page table of {row_P.shape[0]} columns for {n_keys} keys at {page_size} a page needs {needed}"
+    assert needed <= row_P.shape[0], too_few
     pages = row_P[:needed].long()
-    assert ((pages >= 0) & (pages < n_pages)).all(), f"pages {pages.tolist()} of {n_pages}"
+    assert ((pages >= 0) & (pages < n_pages)).all(), f"pages {pages.tolist()} of a cache with {n_pages} pages"
     return pages
 
 
@@ -93,7 +94,7 @@ class Paged(NamedTuple):
         The caches are [pages, page size, G, E] and [pages, page size, G, F].
         """
         B = self.n_keys_B.shape[0]
-        assert self.first_query_B1.shape == (B + 1,), f"{self.first_query_B1.shape} starts of {B} requests"
+        assert self.first_query_B1.shape == (B + 1,), f"{len(self.first_query_B1)} starts for {B} requests, not {B + 1}"
         assert self.page_table_BP.shape[0] >= B, f"{self.page_table_BP.shape[0]} rows of pages for {B} requests"
         n_pages, page_size = k_cache.shape[:2]
         out_TAF = q_TAE.new_full((*q_TAE.shape[:2], v_cache.shape[-1]), torch.nan)
@@ -148,7 +149,7 @@ def flash_attn_with_kvcache(
     """
     refuse("flash_attn_with_kvcache", others)
     require_int32(page_table=page_table, cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q)
-    assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1, "heads are rows"
+    assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1, "q, K and V need a last stride of 1"
     paged = Paged(page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q)
     if qv is not None:
         q, k_cache = torch.cat([q, qv], dim=-1), torch.cat([k_cache, v_cache], dim=-1)

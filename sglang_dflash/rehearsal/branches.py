@@ -24,7 +24,7 @@ from sglang_dflash.rehearsal import host, streams, watch
 from sglang_dflash.rehearsal.operands import Tensors, operands, tensors
 from sglang_dflash.rehearsal.pool import Pool
 from sglang_dflash.rehearsal.streams import Access, Memory, access, current_stream
-from sglang_dflash.rehearsal.tape import Tape, capture_error, storage_of
+from sglang_dflash.rehearsal.tape import CaptureError, Tape, capture_error, storage_of
 from sglang_dflash.rehearsal.tape import tensors as leaves
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,9 @@ class BranchedTape(Tape):
         """Check that the origin has waited for all other streams, or raise CaptureError."""
         for stream, last in self.last.items():
             if not last.before(self.origin):
-                raise capture_error(f"the end of the capture before it has waited for {stream.name} ({last})")
+                raise CaptureError(
+                    f"the capture ended before the captured stream waited for {stream.name} (last operation: {last})"
+                )
 
 
 class Touched(TorchDispatchMode):

@@ -52,9 +52,10 @@ class Module:
     ) -> list[int]:
         planned = Planned(first_query_B1.tolist(), first_page_B1.diff().tolist())
         assert len(planned.n_pages_B) == n_requests, f"{len(planned.n_pages_B)} lengths of {n_requests} requests"
-        assert planned.first_query_B1[-1] <= n_rows, f"{planned.first_query_B1[-1]} queries of {n_rows}"
+        assert planned.first_query_B1[-1] <= n_rows, f"{planned.first_query_B1[-1]} queries in {n_rows} rows"
         n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # without keys FlashInfer counts 1 page
-        assert torch.equal(n_pages.long(), first_page_B1.diff().clamp(min=1).long()), "pages by length and by start"
+        is_equal = torch.equal(n_pages.long(), first_page_B1.diff().clamp(min=1).long())
+        assert is_equal, f"numbers of pages {n_pages.tolist()} by lengths, but pages start at {first_page_B1.tolist()}"
         return planned.write(int_workspace)
 
     @graph.launch
@@ -144,7 +145,7 @@ class DecodeModule(Module):
         page_size: int,
         *others: Any,
     ) -> list[int]:
-        assert page_size == 1, "the last page's length is not given to this plan, and SGLang plans tokens"
+        assert page_size == 1, f"pages of {page_size} tokens, not 1: this plan gets no length of the last page"
         return Planned(list(range(n_requests + 1)), first_page_B1.diff().tolist()).write(int_workspace)
 
     @graph.launch
@@ -212,7 +213,9 @@ def fmha_varlen_run(
     `plan_and_out` ends with out, lse, mask mode, five scales and the largest number of queries of a request.
     """
     *_, out, lse, mask_mode, scale, q_scale, k_scale, v_scale, o_scale, max_queries = plan_and_out
-    assert q_scale == k_scale == v_scale == o_scale == 1.0, "fp8 scales are not defined in the rehearsal"
+    assert q_scale == k_scale == v_scale == o_scale == 1.0, (
+        "fp8 scales are not defined in the rehearsal; run this on a GPU"
+    )
     mask, score = Mask(mask_mode == CAUSAL), Score(scale)
     starts_q, starts_k = first_query_B1.tolist(), first_key_B1.tolist()
     for rows, keys in zip(map(slice, starts_q, starts_q[1:]), map(slice, starts_k, starts_k[1:]), strict=True):

@@ -34,7 +34,7 @@ class Planned(NamedTuple):
 
         A captured graph keeps the host part from its capture. A replay reads only device memory again.
         """
-        assert not graph.is_capturing(), "a plan reads lengths back, which waits for the device"
+        assert not graph.is_capturing(), "a plan in a captured forward: it reads lengths, for which the host waits"
         numbers = torch.tensor([*self.first_query_B1, *self.n_pages_B], dtype=torch.int32)
         int_workspace.view(torch.int32)[: len(numbers)] = numbers
         return [len(self.n_pages_B)]
@@ -52,8 +52,8 @@ class Planned(NamedTuple):
             AssertionError: the lengths on the device differ from the planned lengths, except for padding requests.
         """
         starts, n_pages_B = first_query_B1.tolist(), first_page_B1.diff().tolist()
-        assert starts == self.first_query_B1, f"queries start at {starts}, planned {self.first_query_B1}"
-        assert len(n_pages_B) == len(self.n_pages_B), f"{len(n_pages_B)} requests, planned {len(self.n_pages_B)}"
+        assert starts == self.first_query_B1, f"queries start at {starts}, but at {self.first_query_B1} in the plan"
+        assert len(n_pages_B) == len(self.n_pages_B), f"{len(n_pages_B)} requests, {len(self.n_pages_B)} in the plan"
         for b, (n_pages, planned) in enumerate(zip(n_pages_B, self.n_pages_B, strict=True)):
             n_queries = starts[b + 1] - starts[b]
             # A graph's padding request is planned with a wrong length. Its few keys are not split, so this is harmless.
@@ -85,15 +85,15 @@ class Paged(NamedTuple):
     def n_keys(self) -> list[int]:
         starts, page = self.first_page_B1.tolist(), self.k_cache.shape[1]
         last = self.last_page_len_B.tolist()
-        assert len(last) == len(starts) - 1, f"{len(last)} last pages of {len(starts) - 1} requests"
-        assert all(1 <= n <= page for n in last), f"last pages hold {last} of {page}"
+        assert len(last) == len(starts) - 1, f"{len(last)} lengths of last pages for {len(starts) - 1} requests"
+        assert all(1 <= n <= page for n in last), f"last pages hold {last} keys, not 1 to {page}"
         n_pages = [end - start for start, end in pairwise(starts)]
         return [max(n - 1, 0) * page + (n > 0) * rest for n, rest in zip(n_pages, last, strict=True)]
 
     def keys(self, b: int, n_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         start, end = self.first_page_B1[b : b + 2].tolist()
-        assert end <= len(self.pages), f"pages {start} to {end} of {len(self.pages)}"
+        assert end <= len(self.pages), f"request {b} has entries {start} to {end} of a list of {len(self.pages)} pages"
         pages, n_pages = self.pages[start:end].long(), len(self.k_cache)
-        assert ((pages >= 0) & (pages < n_pages)).all(), f"pages {pages.tolist()} of {n_pages}"
+        assert ((pages >= 0) & (pages < n_pages)).all(), f"pages {pages.tolist()} of a cache with {n_pages} pages"
         k, v = (cache.index_select(0, pages).flatten(0, 1)[:n_keys] for cache in (self.k_cache, self.v_cache))
         return k, v

@@ -63,7 +63,10 @@ class Graph:
         tape.end()
         self.nodes = tape.nodes
         if dangling := tape.dangling():
-            raise CaptureError(f"a captured forward reads memory that is free when it is replayed: {dangling}")
+            raise CaptureError(
+                "a captured forward reads tensors without references, whose memory is free when it is replayed: "
+                f"{', '.join(dangling)}; keep a reference to them"
+            )
         cost.require_cheap(self.nodes)
         seconds = time.perf_counter() - self._began
         logger.debug("captured %d launches in %.2f s, pool %d MiB", len(self.nodes), seconds, _pool.n_bytes // MIB)

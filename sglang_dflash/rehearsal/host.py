@@ -94,7 +94,7 @@ def unwatched() -> Iterator[None]:
 def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if _refusal is not None and not is_marked(self):
-            raise _refusal(f"Tensor.{name} of a device tensor")
+            raise _refusal(f"Tensor.{name} of a device tensor, for which the host waits")
         return original(self, *args, **kwargs)
 
     return read

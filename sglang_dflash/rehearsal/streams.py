@@ -122,13 +122,12 @@ class Memory:
         """Check that the allocator may give this memory to `by`, or raise UnorderedAccess."""
         for earlier in self.uses():
             if not earlier.before(by.actor):
-                raise unordered(by, "may be given the memory of a tensor that is gone but still in use", earlier)
+                does = "may be given the memory of a tensor that is gone but still in use"
+                raise unordered(by, does, earlier, "`wait_event`, `wait_stream` or `record_stream`")
 
 
-def unordered(by: Access, does: str, earlier: Access) -> UnorderedAccess:
-    return UnorderedAccess(
-        f"{by}: {does}: {earlier}. On a GPU nothing orders the two; `wait_event` or `wait_stream` would"
-    )
+def unordered(by: Access, does: str, earlier: Access, cure: str = "`wait_event` or `wait_stream`") -> UnorderedAccess:
+    return UnorderedAccess(f"{by}: {does}: {earlier}. On a GPU nothing orders the two; {cure} would")
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
@@ -197,7 +196,7 @@ class Stream(Actor):
         return True
 
     def synchronize(self) -> None:
-        require_waiting(f"waiting for {self.name}")
+        require_waiting(f"a wait of the host for {self.name}")
         self.act()
         HOST.join(self.clock)
 
@@ -220,7 +219,7 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        require_waiting("waiting for an event")
+        require_waiting("a wait of the host for an event")
         HOST.join(self.clock)
 
     def query(self) -> bool:

@@ -163,7 +163,7 @@ def run_collective(func: Any, *args: Any, **kwargs: Any) -> None:
 def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
     """Check that CUDA permits an operation during capture, or raise CaptureError."""
     if name in OF_HOST_DATA:
-        raise capture_error(name)
+        raise capture_error(f"{name} of host data, which replays would not read again")
     if reason := waits(func, name, args, kwargs):
         raise capture_error(reason)
     host.require_device(name, args, kwargs, capture_error)
@@ -172,11 +172,11 @@ def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
 def waits(func: Any, name: str, args: tuple, kwargs: dict) -> str:
     """Return the reason why an operation makes the host wait for the device; "" if the host does not wait."""
     if name in WAITS:
-        return name
+        return f"{name}, for which the host waits"
     if name in INDEXES and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
         return f"{name} with a mask, whose result has a size that only the device knows"
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is None and func._overloadname != "self_int":
-        return f"{name} without output_size"
+        return f"{name} without output_size, whose result has a size that only the device knows"
     return ""
 
 

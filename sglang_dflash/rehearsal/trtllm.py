@@ -30,13 +30,13 @@ def scribble(workspace: torch.Tensor) -> None:
 
 def require_table(table: torch.Tensor, n_requests: int, page_size: int) -> None:
     require_int32(page_table=table)
-    assert table.is_contiguous(), f"a page table with strides {table.stride()}: the kernel takes its width for them"
+    assert table.is_contiguous(), f"a page table with strides {table.stride()}: the kernel takes its width for a stride"
     assert table.shape[0] == n_requests, f"{table.shape[0]} rows of pages for {n_requests} requests"
-    assert page_size in PAGE_SIZES, f"{page_size} tokens a page, not {PAGE_SIZES}"
+    assert page_size in PAGE_SIZES, f"{page_size} tokens a page, the kernels have {PAGE_SIZES}"
 
 
 def require_window(window_left: int) -> None:
-    assert window_left != 0, "a window of one token is not one to every kernel"
+    assert window_left != 0, "window_left is 0: some kernels take this for a window of one token, others for none"
 
 
 class DraftMask(NamedTuple):
@@ -85,8 +85,8 @@ def xqa(
     `q` and `out` are [B, 1, A, E], or [B, 1, N, A, E] with a mask. The caches are [pages, page size, G, E]. If `window`
     is 0, there is no window.
     """
-    assert not fp8, "fp8 keys and values are not defined in the rehearsal"
-    assert first_query_B1 is None, "as many queries for each request"
+    assert not fp8, "fp8 keys and values are not defined in the rehearsal; run this on a GPU"
+    assert first_query_B1 is None, "requests with different numbers of queries are not defined in the rehearsal"
     require_zeros("XQA's semaphores", semaphores)
     scribble(workspace)
     page_size, n_pages = k_cache.shape[1], len(k_cache)
@@ -94,9 +94,10 @@ def xqa(
     require_int32(seq_lens=n_keys_B1)
     draft = None
     if n_queries > 1:
-        assert mask is not None, "a mask with more than one query"
-        assert mask.dtype == torch.uint16, f"a mask of {mask.dtype}"
-        assert mask.shape == (n_requests, n_queries, -(-n_queries // 32) * 2), f"a mask of {tuple(mask.shape)}"
+        assert mask is not None, f"{n_queries} queries a request need a mask"
+        assert mask.dtype == torch.uint16, f"a mask of {mask.dtype}, the kernel reads uint16"
+        shape = (n_requests, n_queries, -(-n_queries // 32) * 2)
+        assert mask.shape == shape, f"a mask of {tuple(mask.shape)}, the kernel reads {shape}"
         assert mask.is_contiguous(), "the mask's rows must be contiguous"
         draft = DraftMask(mask)
     q_BNAE = q.view(n_requests, n_queries, *q.shape[-2:])
@@ -104,7 +105,7 @@ def xqa(
     scale = q_scale * kv_scale / q.shape[-1] ** 0.5
     score = Score(scale, sinks_A=None if sinks is None else sinks.flatten())
     for b, n_keys in enumerate(n_keys_B1.flatten().tolist()):
-        assert n_queries <= n_keys <= max_keys, f"request {b}: {n_keys} keys of {n_queries} to {max_keys}"
+        assert n_queries <= n_keys <= max_keys, f"request {b} has {n_keys} keys, not {n_queries} to {max_keys}"
         pages = pages_of(page_table[b], n_keys, page_size, n_pages)
         k, v = (cache.index_select(0, pages).flatten(0, 1)[:n_keys] for cache in (k_cache, v_cache))
         allowed = Mask(causal=n_queries == 1, left=window - 1).allowed(n_queries, n_keys)
@@ -148,7 +149,7 @@ class TrtllmGen:
         """Attend causally. Without `first_query_B1` each request has `max_queries` queries."""
         require_zeros("trtllm-gen's counters", counters)
         if first_query_B1 is None:
-            assert len(q) == n_requests * max_queries, f"{len(q)} queries: {max_queries} for each of {n_requests}"
+            assert len(q) == n_requests * max_queries, f"{len(q)} queries for {n_requests} requests of {max_queries}"
             first_query_B1 = torch.arange(0, len(q) + 1, max_queries, dtype=torch.int32)
         assert n_keys_B.max() <= max_keys, f"{n_keys_B.tolist()} keys, at most {max_keys} were announced"
         require_table(page_table, n_requests, k_cache.shape[2])
@@ -203,9 +204,9 @@ class TrtllmGen:
         self, paged: Paged, tensors: tuple[torch.Tensor, ...], mask: Mask, score: Score, v_scale: float | torch.Tensor
     ) -> None:
         out, q, k_cache, v_cache = tensors
-        assert not isinstance(v_scale, torch.Tensor), "scales on the device are fp8's, not defined in the rehearsal"
-        assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1, "heads are rows"
-        assert k_cache.stride() == v_cache.stride(), "the kernel takes the keys' strides for the values'"
+        assert not isinstance(v_scale, torch.Tensor), "fp8 scales are not defined in the rehearsal; run this on a GPU"
+        assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1, "q, K and V need a last stride of 1"
+        assert k_cache.stride() == v_cache.stride(), f"strides {v_cache.stride()} of V: the kernel uses K's for both"
         require_int32(seq_lens=paged.n_keys_B, cum_seq_lens_q=paged.first_query_B1)
         require_window(mask.left)
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
@@ -252,13 +253,15 @@ def fmha_v2(
     With a page table [B, P], the values of a page must follow its keys in memory. A page table [B, 2, P] locates keys
     in its first half and values in its second. Both halves are block indices counted from the first page of keys.
     """
-    assert layout in ("q_paged_kv_nhd", "q_paged_kv_hnd"), f"layout {layout} is not defined in the rehearsal"
-    assert mask_mode in ("causal", "padding"), f"mask mode {mask_mode} is not defined in the rehearsal"
+    assert layout in ("q_paged_kv_nhd", "q_paged_kv_hnd"), (
+        f"layout {layout} is not defined in the rehearsal; run this on a GPU"
+    )
+    assert mask_mode in ("causal", "padding"), f"mask mode {mask_mode} is not defined in the rehearsal; run on a GPU"
     refuse("fmha_v2", {"alibi": alibi, "chunked": chunked or None, "lse": lse, "skipping": skip_threshold or None})
     require_window(window_left)
     require_starts(first_key_B1, n_keys_B)
     require_int32(seq_lens=n_keys_B, cum_seq_lens_q=first_query_B1, block_tables=page_table)
-    assert page_table.is_contiguous(), "the kernel takes a page table's width for its stride"
+    assert page_table.is_contiguous(), "a page table that is not contiguous: the kernel takes its width for a stride"
     assert n_keys_B.max() <= max_keys, f"{n_keys_B.tolist()} keys, at most {max_keys} were announced"
     block_bytes = k_cache[0].numel() * k_cache.element_size()
     offset = (v_cache.data_ptr() - k_cache.data_ptr()) // block_bytes
@@ -267,7 +270,7 @@ def fmha_v2(
         assert (values == keys + offset).all(), f"values {offset} blocks after their keys, not at the table's place"
         page_table = keys
     else:
-        assert (offset, k_cache.stride(0)) == (1, 2 * k_cache[0].numel()), "keys and values of a page lie together"
+        assert (offset, k_cache.stride(0)) == (1, 2 * k_cache[0].numel()), "a page's values must follow its keys"
     if layout.endswith("hnd"):
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     paged = Paged(page_table, n_keys_B, first_query_B1, max_queries)

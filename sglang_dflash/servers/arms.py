@@ -62,7 +62,7 @@ def launches(
     if model is None:
         raise ValueError("--serve found no --model-path after --; add the server's flags there")
     if (value_of("--speculative-algorithm", flags) or "").upper() != "DFLASH":
-        raise ValueError("the flags after -- have no --speculative-algorithm DFLASH; give those of the model card")
+        raise ValueError("the flags after -- have no --speculative-algorithm DFLASH; add the flags of the model card")
     kinds = {name: kind_of(name) for name in names}
     has_mtp = mtp_layers(model) > 0 if not names or MTP in kinds.values() else False
     if MTP in kinds.values() and not has_mtp:
@@ -74,7 +74,9 @@ def launches(
     ]
     shown = [one.name for one in found]
     if len(set(shown)) < len(shown):
-        raise ValueError(f"--arms: two arms have the same name ({', '.join(shown)}); rename a folder")
+        raise ValueError(
+            f"--arms: two arms have the same name once paths are shortened ({', '.join(shown)}); rename a folder"
+        )
     return found
 
 
@@ -101,12 +103,12 @@ def environment_of(arm: str) -> dict[str, str]:
     """Return the environment after an arm's name. A comma separates variables if a name and `=` follow it.
 
     Raises:
-        ValueError: the text after the colon is no environment, or sets PYTHONPATH.
+        ValueError: the text after the colon sets no variables, or sets PYTHONPATH.
     """
     _, colon, text = arm.partition(":")
     parts = re.split(r",(?=[A-Za-z_]\w*=)", text) if colon else []
     if not all(re.match(r"[A-Za-z_]\w*=", part) for part in parts):
-        raise ValueError(f"--arms {arm}: {text!r} is no environment; write NAME:VAR=VALUE,VAR=VALUE")
+        raise ValueError(f"--arms {arm}: {text!r} sets no variables; write NAME:VAR=VALUE,VAR=VALUE")
     env = dict(part.split("=", 1) for part in parts)
     if "PYTHONPATH" in env:  # an editable installation would still import its own kernels
         raise ValueError(f"--arms {arm}: PYTHONPATH would mix two checkouts; run the benchmark in each of them")
@@ -172,8 +174,13 @@ def require_worker(server: Server, *, ours: bool) -> None:
         ServerError: the server's log shows the opposite.
     """
     serves = ANNOUNCEMENT in server.log_text()
-    if serves != ours:
+    if serves and not ours:
         raise ServerError(
-            f"{server.name}: the worker of sglang-dflash {'serves' if serves else 'does not serve'}; install it for "
-            f"{sys.executable}, and unset SGLANG_PLUGINS and SGLANG_DFLASH_WORKER ({server.log})"
+            f"{server.name}: the worker of sglang-dflash serves this arm; drop SGLANG_DFLASH_WORKER from the arm's "
+            f"variables ({server.log})"
+        )
+    if ours and not serves:
+        raise ServerError(
+            f"{server.name}: the worker of sglang-dflash does not serve this arm; install it for {sys.executable}, "
+            f"unset SGLANG_PLUGINS, and set no other SGLANG_DFLASH_WORKER for the arm ({server.log})"
         )

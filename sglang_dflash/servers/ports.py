@@ -1,10 +1,19 @@
 """Free ports, chosen so that no two processes of this package use the same one."""
 
 import socket
+from argparse import ArgumentTypeError
 
 from sglang_dflash.servers.errors import ServerError
 
 HOST = "127.0.0.1"
+LAST = 65535
+
+
+def port_number(text: str) -> int:
+    """Parse the number of a port."""
+    if not text.isdecimal() or not 0 < int(text) <= LAST:
+        raise ArgumentTypeError(f"{text!r} is no port; give a number from 1 to {LAST}")
+    return int(text)
 
 
 def port_is_free(port: int) -> bool:
@@ -40,9 +49,10 @@ def free_port(start: int) -> int:
     """Return the first free port from `start` on, claimed by this process until it ends.
 
     Raises:
-        ServerError: none of a hundred ports is free.
+        ServerError: none of a hundred ports is free, or none is left.
     """
-    for port in range(start, start + 100):
+    tried = range(start, min(start + 100, LAST + 1))
+    for port in tried:
         if claim(port) and port_is_free(port):
             return port
-    raise ServerError(f"no free port in {start}-{start + 99}; stop what listens there")
+    raise ServerError(f"found no free port among {len(tried)} from {start} on; choose another start with --port")

@@ -33,7 +33,7 @@ def wait_ready(servers: Sequence[Server], console: Console, timeout_s: float = S
         while tasks:
             elapsed_s = time.monotonic() - began
             if elapsed_s > timeout_s:
-                next(iter(tasks)).wait_ready(timeout_s=0)  # raises, with the end of that server's log
+                raise next(iter(tasks)).not_ready(timeout_s)
             for server in [server for server in tasks if server.is_ready()]:
                 display.remove_task(tasks.pop(server))
                 console.print(f"[green]✔[/] {server.name}: ready on port {server.port} after {elapsed_s:.0f} s")

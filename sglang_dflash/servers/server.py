@@ -116,7 +116,7 @@ class Server:
             ServerError: the port is taken.
         """
         if not port_is_free(self.port):
-            raise ServerError(f"port {self.port} is taken; stop what listens there, or choose another port")
+            raise ServerError(f"port {self.port} is taken; stop what listens there, or choose another with --port")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = self._spawn(log)
@@ -180,7 +180,7 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while not self.is_ready():
             if time.monotonic() > deadline:
-                raise self._error(f"not ready after {timeout_s:.0f} s")
+                raise self.not_ready(timeout_s)
             time.sleep(0.5)
 
     def pause(self) -> None:
@@ -228,6 +228,9 @@ class Server:
     def log_tail(self) -> str:
         """Return the last 25 lines of the log."""
         return "\n".join(self.log_text().splitlines()[-25:])
+
+    def not_ready(self, seconds: float) -> ServerError:
+        return self._error(f"not ready after {seconds:.0f} s")
 
     def _error(self, what: str) -> ServerError:
         return ServerError(f"{self.name}: {what}; the end of {self.log}:\n{self.log_tail()}")

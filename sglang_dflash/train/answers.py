@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 
-from sglang_dflash.train.chat import require_line
+from sglang_dflash.train.chat import parsed, require_line
 
 Messages = list[dict[str, Any]]
 Line = dict[str, Any]  # messages, and perhaps tools and chat_template_kwargs
@@ -56,17 +56,19 @@ def name_of(line: Line) -> str:
 
 
 def read_prompts(path: Path) -> list[Line]:
-    """Return the conversations of a .jsonl file.
+    """Return the conversations of a .jsonl file. Blank lines are skipped.
 
     Raises:
         ValueError: a line is no conversation, or its last turn is neither the user's nor a tool's.
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
+            row = parsed(line)
             if not isinstance(row, dict) or not row.get("messages"):
-                raise ValueError('give {"messages": [...]}')
+                raise ValueError(f'found {line[:60]!r}; give {{"messages": [...]}} with at least one message')
             require_line(row)
             if (role := row["messages"][-1].get("role")) not in ("user", "tool"):
                 raise ValueError(f"the last turn has the role {role!r}; end with a turn of the user or of a tool")
@@ -86,9 +88,19 @@ def whole_lines(out: Path) -> list[str]:
 
 
 def answered(out: Path) -> Iterator[str]:
-    """Yield the names of the conversations in the file `out`, after removing an incomplete last line."""
-    for row in map(json.loads, whole_lines(out)):
-        yield name_of(row | {"messages": row["messages"][:-1]})
+    """Yield the names of the conversations in the file `out`, after removing an incomplete last line.
+
+    Raises:
+        ValueError: a line is no conversation.
+    """
+    for number, line in enumerate(whole_lines(out), start=1):
+        try:
+            row = parsed(line)
+            yield name_of(row | {"messages": row["messages"][:-1]})
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"--out {out}, line {number}: found {line[:60]!r}, not an answer; give another --out"
+            ) from None
 
 
 def write_answers(source: Source, prompts: Sequence[Line], out: Path, sampling: Sampling) -> int:

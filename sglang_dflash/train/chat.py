@@ -23,6 +23,14 @@ USER_KEYS = ("role", "content")
 MESSAGE_KEYS = (*USER_KEYS, "name", "reasoning_content", "tool_calls", "tool_call_id")
 
 
+def parsed(line: str) -> Any:
+    """Parse a line of a .jsonl file, or raise ValueError."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at character {error.pos + 1}); write one object per line") from error
+
+
 def require_keys(found: Iterable[str], allowed: Sequence[str], where: str) -> None:
     """Check that all keys are known, because unknown keys would be ignored.
 
@@ -44,7 +52,7 @@ def require_line(row: dict[str, Any]) -> None:
     """
     require_keys(row, LINE_KEYS, "a line with messages")
     if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"]):
-        raise ValueError("'messages' must be a list of objects")
+        raise ValueError(f"'messages' is {str(row['messages'])[:60]}; it must be a list of objects")
     if not isinstance(row.get("tools") or [], list):
         raise ValueError(f"'tools' is {str(row['tools'])[:60]}; it must be a list")
     if not isinstance(row.get("chat_template_kwargs") or {}, dict):
@@ -59,8 +67,7 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
 
     Raises:
         ValueError: the target has no chat template, the template rejects the line, the line is invalid, or the template
-            renders earlier turns differently if later ones follow.
-        TypeError, KeyError: the template fails on the line.
+            renders a turn of the assistant in two ways.
         HostMismatch: the line has tools, and the installed SGLang lacks a required name, see `contract.check`.
     """
     if tokenizer.chat_template is None:
@@ -78,10 +85,15 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
         if message["role"] != "assistant":
             continue
         asked, answered = written(i, ask=True), written(i + 1, ask=False)
-        if not (whole.startswith(answered) and answered.startswith(asked)):
+        if not whole.startswith(answered):
             raise ValueError(
-                "the chat template writes earlier turns differently once later ones follow; "
-                "split the conversation so that the assistant speaks last"
+                "the chat template writes an assistant turn differently once later turns follow; give one assistant "
+                "turn per line, as its last turn"
+            )
+        if not answered.startswith(asked):
+            raise ValueError(
+                "the chat template begins an assistant turn differently in its prompt; give the rendered text as "
+                '{"prompt", "response"}, or change chat_template_kwargs'
             )
         found += [(whole[end : len(asked)], False), (whole[len(asked) : len(answered.rstrip())], True)]
         end = len(answered.rstrip())
@@ -101,18 +113,18 @@ def render(
 
     Raises:
         ValueError: the template rejects the messages.
-        TypeError, KeyError: the template fails on them.
     """
 
     def applied(tools: Any) -> str:
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **variables))
-        except TemplateError as error:
-            raise ValueError(f"the chat template rejects the messages: {error}") from error
+        except (TemplateError, TypeError, KeyError) as error:
+            reason = error if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"the chat template rejects the messages ({reason}); change or remove the line") from error
 
     try:
         return applied(tools or None)
-    except (TypeError, KeyError, ValueError):
+    except ValueError:
         if not tools:
             raise
         return applied([tool["function"] for tool in tools])
@@ -122,9 +134,10 @@ def served(message: Message) -> Message:
     """Return a message as SGLang passes it to the chat template.
 
     Raises:
-        ValueError: a key is unknown, the content is no text, or a tool call's arguments are no JSON object.
-        KeyError: the message has no role.
+        ValueError: a key is unknown, the message has no role, the content is no text, or a tool call is invalid.
     """
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f'found the message {str(message)[:60]} without a role; add one, such as "role": "user"')
     found = {"role": message["role"]} | {key: value for key, value in message.items() if value is not None}
     is_user = found["role"] == "user"
     require_keys(found, USER_KEYS if is_user else MESSAGE_KEYS, f"a message of role {found['role']!r}")
@@ -132,6 +145,9 @@ def served(message: Message) -> Message:
     if not isinstance(content, str):
         raise ValueError(f"the content of a message is {str(content)[:60]!r}; it must be a text, or null")
     if "tool_calls" in found:
+        calls = found["tool_calls"]
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError(f"'tool_calls' is {str(calls)[:60]}; it must be a list of objects")
         found["tool_calls"] = [served_call(call, decode=found["role"] == "assistant") for call in found["tool_calls"]]
     return found
 
@@ -140,18 +156,29 @@ def served_call(call: dict[str, Any], *, decode: bool) -> dict[str, Any]:
     """Return a tool call as SGLang passes it to the chat template; `decode`: parse its arguments.
 
     Raises:
-        ValueError: a key is unknown, or the arguments are no JSON object.
-        KeyError: the tool call has no function.
+        ValueError: a key is unknown, there is no function, or the arguments are no JSON object.
     """
     require_keys(call, ("id", "index", "type", "function"), "a tool call")
+    if not isinstance(call.get("function"), dict):
+        raise ValueError(f"the tool call {str(call)[:60]} has no function; add an object with name and arguments")
     require_keys(call["function"], ("name", "arguments"), "the function of a tool call")
     arguments = call["function"].get("arguments")
     if decode and isinstance(arguments, str):
-        arguments = json.loads(arguments)
-        if not isinstance(arguments, dict):
-            raise ValueError(f"the arguments of a tool call are {arguments!r}; they must be a JSON object")
+        arguments = json_object(arguments)
     function = {"name": call["function"].get("name"), "arguments": arguments}
     return {"id": call.get("id"), "index": call.get("index"), "type": "function", "function": function}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse the arguments of a tool call, or raise ValueError if they are no JSON object."""
+    wrong = ValueError(f"the arguments of a tool call are {text[:60]!r}; they must be a JSON object")
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        raise wrong from None
+    if not isinstance(found, dict):
+        raise wrong
+    return found
 
 
 def served_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,6 +190,12 @@ def served_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not tools:
         return []
     contract.check(SECTIONS["training"])
+    from pydantic import ValidationError
     from sglang.srt.entrypoints.openai.protocol import Tool
 
-    return [Tool.model_validate(tool).model_dump() for tool in tools]
+    try:
+        return [Tool.model_validate(tool).model_dump() for tool in tools]
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+        raise ValueError(f"a tool is not as in the OpenAI API ({what}); correct it or remove the line") from error

@@ -202,8 +202,8 @@ def draft_config_for(
         )
     if not 0 <= mask_token_id < text.vocab_size:
         raise ValueError(
-            f"--mask-token-id {mask_token_id} is not within 0..{text.vocab_size - 1}, the target's vocabulary; "
-            "give an id that no text uses"
+            f"the mask token {mask_token_id} is not within 0..{text.vocab_size - 1}, the target's vocabulary; "
+            "give --mask-token-id an id that no text uses"
         )
     config = Checkpoint(
         hidden_size=text.hidden_size,
@@ -248,7 +248,7 @@ def train_draft(
             step.
     Raises:
         ValueError: `out` contains the checkpoint of another run, the target cannot undo rejected tokens, or
-            `settings.start` is a draft of other sizes.
+            `settings.start` is a draft with other settings.
     """
     if data.prompts:
         require_undo(target, config)
@@ -295,4 +295,4 @@ def require_undo(target: PreTrainedModel, config: Checkpoint) -> None:
     try:
         TargetReader(target, config.target_layer_ids)
     except ValueError as error:
-        raise ValueError(f"{error}; add --eval-prompts 0 to train without measuring acceptance") from error
+        raise ValueError(f"{error}; or add --eval-prompts 0 to train without measuring acceptance") from error

@@ -105,7 +105,7 @@ class FeatureCache:
         if (self.folder / FACTS).exists():
             if other := differing(json.loads((self.folder / FACTS).read_text()), facts):
                 raise ValueError(
-                    f"cache {self.folder} was made for something else ({other}); "
+                    f"cache {self.folder} was made with other settings ({other}); "
                     "repeat the old options, or give another folder, or delete this one"
                 )
             say(f"cache {self.folder}: found, {shown_bytes(n_bytes)}")

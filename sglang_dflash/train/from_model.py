@@ -43,7 +43,7 @@ class ModelSource:
         for number, line in prompts:
             try:
                 ids.append(self.ids_of(line))
-            except (ValueError, TypeError, KeyError) as error:
+            except ValueError as error:
                 raise ValueError(f"prompt {number + 1}: {error}") from error
         temperatures = [sampling.temperature_of(number) for number, _ in prompts]
         for row in self.generate(ids, temperatures, sampling.max_tokens, self.stop_ids, sampling.seed):
@@ -55,7 +55,7 @@ class ModelSource:
         stop_id, *more = self.tokenizer.encode(stop, add_special_tokens=False)
         if more:
             raise ValueError(
-                f"a user turn ends with {stop!r}, which is no single token; serve the target, and give --server"
+                f"a user turn ends with {stop!r}, which is no single token; serve the target and give --server"
             )
         ids = [self.tokenizer.encode(before + opening, add_special_tokens=False) for before, opening in starts]
         rows = self.generate(ids, [0.9] * len(ids), 120, self.stop_ids | {stop_id}, seed)
@@ -69,11 +69,13 @@ class ModelSource:
         Raises:
             ValueError: the chat template rejects the line, or the answer needs a server's parsers, because the line has
                 tools or the template contains "think".
-            TypeError, KeyError: the chat template fails on the line.
         """
         if line.get("tools") or "think" in str(self.tokenizer.chat_template):
+            what = (
+                "tool calls (the line has tools)" if line.get("tools") else "reasoning (the chat template has 'think')"
+            )
             raise ValueError(
-                "tool calls and reasoning are split off by a server's parsers; serve the target, and give --server"
+                f"the answer may have {what}, which a server's parsers split off; serve the target and give --server"
             )
         return self.tokenizer.encode(rendered_prompt(line, self.tokenizer), add_special_tokens=False)
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from openai import APIError, AsyncOpenAI
+from openai import APIConnectionError, APIError, AsyncOpenAI, NotFoundError
 from openai.types.chat import ChatCompletionMessage
 
 from sglang_dflash.train.answers import Line, Sampling, Write
@@ -14,6 +14,13 @@ class ServerSource:
     """Server of the target, with at most `at_once` requests in flight. See `answers.Source`."""
 
     def __init__(self, url: str, at_once: int, client: AsyncOpenAI | None = None) -> None:
+        """Create the client.
+
+        Raises:
+            ValueError: the URL has no http://.
+        """
+        if "://" not in url:
+            raise ValueError(f"--server {url} has no http://; did you mean http://{with_v1(url)}?")
         self.url = url
         self.at_once = at_once
         self.client = client or AsyncOpenAI(base_url=url, api_key="none", timeout=3600)
@@ -49,11 +56,25 @@ class ServerSource:
         try:
             asyncio.run(work)
         except APIError as error:
-            raise ValueError(f"{self.url} refused: {error}; what was written is kept") from error
+            raise ValueError(
+                f"a request to {self.url} failed ({error}); {self._cure(error)}. Lines already written are kept"
+            ) from error
+
+    def _cure(self, error: APIError) -> str:
+        if isinstance(error, APIConnectionError):
+            return "start the server or correct --server, then repeat the command"
+        if isinstance(error, NotFoundError) and self.url != with_v1(self.url):
+            return f"repeat the command with --server {with_v1(self.url)}"
+        return "fix the cause, then repeat the command"
 
     async def model(self) -> str:
         """Return the name of the served model."""
         return (await self.client.models.list()).data[0].id
+
+
+def with_v1(url: str) -> str:
+    """Return the URL with the path /v1 of the OpenAI API at its end."""
+    return url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
 
 
 async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, number: int) -> Line | None:

@@ -67,7 +67,7 @@ def _add_shape(add: Add) -> None:
     add(
         "--mask-token-id",
         type=int,
-        help="token of slots to fill: any that no text uses (default: the tokenizer's mask token)",
+        help="id of the token in slots to fill, one that no text uses (default: the tokenizer's mask token)",
     )
     add("--dflash2", action="store_true", help="train a DFlash 2 draft; the next four options are its sizes")
     for field in fields(Second):
@@ -85,14 +85,14 @@ def _add_course(add: Add) -> None:
     add("--learning-rate", type=float, default=6e-4, help="highest learning rate, after the warm-up")
     add("--warmup-steps", type=int, default=400, help="steps of linear warm-up, before the cosine")
     add("--rows", type=int, default=4, help="documents per step, shared among the processes")
-    add("--max-length", type=int, default=1024, help="tokens of a document; longer ones are cut up")
+    add("--max-length", type=int, default=1024, help="largest number of tokens of a document; longer ones are cut")
     add("--anchors", type=int, default=64, help="blocks per document")
     add("--gamma", type=float, help="decay of the loss along the block, in slots (default: the paper's)")
     add(
         "--scored",
         type=int,
         default=0,
-        help="score only this many of the most frequent tokens in a step, and 1,024 drawn ones; 0: the whole "
+        help="score only this many of the most frequent tokens in a step, and 1,024 random ones; 0: the whole "
         "vocabulary",
     )
     add("--seed", **SEED)
@@ -102,15 +102,15 @@ def _add_course(add: Add) -> None:
         "--dtype",
         choices=DTYPES,
         default="bf16",
-        help="of saved draft, cached features and the forward, which is fp32 on a CPU without bf16 instructions",
+        help="dtype of saved draft, cached features and the forward; a CPU without bf16 instructions computes in fp32",
     )
 
 
 def _add_watch(add: Add) -> None:
     add("--save-every", type=int, default=200, help="steps between checkpoints; each also saves the draft")
     add("--report-every", type=int, default=100, help="steps between evaluations")
-    add("--eval-prompts", type=int, default=8, help="held-out prompts to answer in an evaluation")
-    add("--eval-tokens", type=int, default=64, help="tokens of each of these answers")
+    add("--eval-prompts", type=int, default=8, help="held-out prompts to answer in an evaluation; 0: none")
+    add("--eval-tokens", type=int, default=64, help="largest number of tokens in each of these answers")
 
 
 def _add_prompts(asks: Parser) -> None:
@@ -126,10 +126,11 @@ def _add_prompts(asks: Parser) -> None:
 
 def _add_answers(answers: Parser) -> None:
     add = answers.add_argument
-    add("--prompts", type=Path, required=True, help='.jsonl of {"messages"} that end in a user turn')
+    lines = ".jsonl of {\"messages\"} whose last turn is the user's or a tool's"
+    add("--prompts", type=Path, required=True, help=lines)
     add("--out", type=Path, required=True, help=".jsonl to append to; prompts answered there are not sent again")
     add("--temperature", type=float, default=0.7, help="temperature of every second answer; the others are greedy")
-    add("--max-tokens", type=int, default=256, help="most tokens of an answer")
+    add("--max-tokens", type=int, default=256, help="largest number of tokens in an answer")
     add("--target", help="folder or hub name of the target; needed without --server")
     _add_source(add)
 
@@ -140,7 +141,7 @@ def _add_source(add: Add) -> None:
         help="OpenAI-compatible server of the target, such as http://127.0.0.1:30000/v1 "
         "(default: Transformers runs the target in this process)",
     )
-    add("--at-once", type=int, default=32, help="requests in flight, or rows of a batch")
+    add("--at-once", type=int, default=32, help="requests in flight; without --server, prompts of a batch")
     add("--device", help=DEVICE_HELP)
     add("--seed", **SEED)
 

@@ -31,8 +31,16 @@ def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 def user_turns(
     source: Source, tokenizer: PreTrainedTokenizerBase, n: int, seed: int, write: Callable[[Messages], None]
 ) -> None:
-    """Let the target write `n` user turns. Pass each turn that has 8 to 400 characters to `write` on arrival."""
+    """Let the target write `n` user turns. Pass each turn that has 8 to 400 characters to `write` on arrival.
+
+    Raises:
+        ValueError: there is no chat template, or it marks no end of a user turn.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("the target has no chat template, with which it writes user turns; give --turns 0")
     before, after = user_header(tokenizer)
+    if not after.strip():
+        raise ValueError("the chat template marks no end of a user turn; give --turns 0")
     starts = [(before, OPENINGS[i % len(OPENINGS)]) for i in range(n)]
 
     def turn(text: str) -> None:

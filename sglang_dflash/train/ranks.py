@@ -59,7 +59,7 @@ def joined(device: str) -> Iterator[tuple[Ranks, torch.device]]:
     if device == "cuda":
         if n_local > torch.cuda.device_count():
             raise ValueError(
-                f"{n_local} processes share {torch.cuda.device_count()} GPUs; start one each: "
+                f"{n_local} processes share {torch.cuda.device_count()} GPUs; start one per GPU: "
                 f"torchrun --nproc-per-node {torch.cuda.device_count()}"
             )
         torch.cuda.set_device(local_rank)

@@ -40,7 +40,7 @@ def run_draft(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     mask_token_id = tokenizer.mask_token_id if args.mask_token_id is None else args.mask_token_id
     if mask_token_id is None:
-        raise ValueError(f"the tokenizer of {args.target} has no mask token; name an unused id with --mask-token-id")
+        raise ValueError(f"the tokenizer of {args.target} has no mask token; give --mask-token-id an unused token id")
     pad_id = mask_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     documents = read_documents(args.data, tokenizer, args.max_length)
     batches = Batches(documents, n_rows=args.rows, pad_id=pad_id, seed=args.seed)
@@ -130,8 +130,8 @@ def run_prompts(args: argparse.Namespace) -> None:
 
 
 def run_answers(args: argparse.Namespace) -> None:
-    sampling = answers.Sampling(args.temperature, args.max_tokens, args.seed)
-    n = answers.write_answers(source_of(args), answers.read_prompts(args.prompts), args.out, sampling)
+    sampling, asked = answers.Sampling(args.temperature, args.max_tokens, args.seed), answers.read_prompts(args.prompts)
+    n = answers.write_answers(source_of(args), asked, args.out, sampling)
     print(f"{n:,} answers written to {args.out}")
 
 
@@ -140,11 +140,15 @@ def source_of(args: argparse.Namespace) -> answers.Source:
     if args.server:
         return ServerSource(args.server, args.at_once)
     if not args.target:
-        raise ValueError("nothing answers; give --server URL, or --target PATH to run the target in this process")
+        raise ValueError(
+            "found neither --server nor --target; give --server URL, or --target PATH to run it in this process"
+        )
     return ModelSource.load(args.target, args.at_once, default_device(args.device))
 
 
 def default_device(asked: str | None) -> str:
+    if asked and asked.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {asked}: torch finds no GPU; drop --device to use the CPU")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 

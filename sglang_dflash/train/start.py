@@ -23,7 +23,7 @@ def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
             draft. Then DFlash 2's additions have no effect at first.
 
     Raises:
-        ValueError: the other draft has other sizes or feature layers.
+        ValueError: the other draft has other settings, such as sizes or feature layers.
         FileNotFoundError: there is no such draft.
     """
     initialised(draft)
@@ -43,7 +43,7 @@ def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
     )
     if unlike := differing(fixed, wanted):
         raise ValueError(
-            f"--start-from {source} is a draft of other sizes ({unlike}); give its sizes, or another --start-from"
+            f"--start-from {source} is a draft with other settings ({unlike}); give its settings, or another draft"
         )
     draft.load_state_dict(other.state_dict(), strict=False)
     return weights_digest(other)

@@ -8,7 +8,6 @@ A line with messages may also have "tools" and "chat_template_kwargs", as in a r
 on responses only.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -21,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from sglang_dflash.train import chat
-from sglang_dflash.train.chat import Part, require_keys
+from sglang_dflash.train.chat import Part, parsed, require_keys
 from sglang_dflash.train.tokens import Rows, Tokens, stacked
 
 
@@ -46,7 +45,10 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: i
         if any(a and b for a, b in zip(piece.is_response, piece.is_response[1:], strict=False))
     ]
     if len(usable) < 2:
-        raise ValueError(f"{path} holds {len(usable)} usable documents; give at least two, one of them for evaluation")
+        raise ValueError(
+            f"{path} has {len(usable)} usable documents (up to {max_length} tokens, with two response tokens in "
+            "a row); give two or more, or lower --max-length"
+        )
     return usable
 
 
@@ -109,8 +111,8 @@ def _jsonl_parts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[lis
         if not line.strip():
             continue
         try:
-            yield _parts(json.loads(line), tokenizer)
-        except (ValueError, TypeError, KeyError) as error:
+            yield _parts(parsed(line), tokenizer)
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
 
 

@@ -264,9 +264,10 @@ def test_target_is_unchanged_afterwards(folders) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 17}, r"width 17 is not within 2\.\.16"),
+        ({"width": 17}, r"width 17 is not within 2\.\.16\. .* was trained for blocks of 16 tokens .* give a width"),
+        ({"width": 0}, r"width 0 is not within 2\.\.16"),
         ({"draft_window": 8}, "draft_window 8 is smaller than the block of 16 tokens; make it at least 16"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 0}, r"max_new_tokens \(--max-tokens\) is 0"),
     ],
 )
 def test_options_that_do_not_fit(folders, options: dict, message: str) -> None:
@@ -285,6 +286,24 @@ def test_pairs_that_do_not_fit(folders, tmp_path: Path) -> None:
         load(str(tmp_path), str(draft))
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         load(str(tmp_path / "none"), str(draft))
+    (bare := tmp_path / "bare").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no/such/model is no folder and cannot be fetched .*; give a checkp"):
+        load("no/such/model", str(draft))
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json; give a target's folder"):
+        load(str(bare), str(draft))
+
+
+def test_a_cache_that_cannot_be_cut_is_refused() -> None:
+    class OtherCache: ...
+
+    class Model:
+        def make_cache(self) -> list:
+            return [KVCache(), OtherCache()]
+
+    with pytest.raises(
+        NotSupported, match=r"cannot take back rejected drafts, .* of type OtherCache; give a target with"
+    ):
+        MLXTarget(Model(), (0,))
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

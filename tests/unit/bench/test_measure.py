@@ -268,9 +268,10 @@ def test_only_a_busy_machine_is_reported():
 
 def test_turns_too_short_for_widths_are_reported():
     turns = [{"arm": "ours", "n_steps": {"1": 60, "16": 40}}, {"arm": "fixed", "n_steps": {"16": 20}}]
-    assert list(few_steps(turns)) == []
-    (sentence,) = few_steps([*turns, {"arm": "ours", "n_steps": {"1": 60, "16": 39}}])
-    assert sentence.startswith("ours: some turns had fewer than 100 steps")
+    assert list(few_steps(turns, ["ours"])) == []
+    for short in ({"1": 60, "16": 39}, {"1": 99}):
+        (sentence,) = few_steps([*turns, {"arm": "ours", "n_steps": short}], ["ours"])
+        assert sentence.startswith("ours: some turns had fewer than 100 steps")
 
 
 def test_documents_do_not_name_this_machine():

@@ -33,14 +33,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "found no server to measure; give one of --base-url, --serve, --backend transformers"),
+        ((), "found no server to measure; give one of --base-url, --serve, --preset, --backend transformers"),
         ((*URL, "--serve"), "--base-url and --serve; give one of"),
         (("--base-url", "off"), "--base-url off is no [NAME=]URL"),
         ((*URL, "http://127.0.0.1:1"), "with several servers write NAME=URL for each"),
         (("--base-url", "a=http://x", "a=http://y"), "two arms are called a; give each"),
-        ((*URL, "--", "--tp", "2"), "-- --tp ...: only --serve takes server flags; add it"),
+        ((*URL, "--", "--tp", "2"), "-- --tp ...: --base-url takes no server flags; drop them, or use --serve"),
         ((*URL, "--temperature", "-1"), "--temperature -1.0 is below 0"),
         ((*URL, "--concurrency", "1,0"), "'0' is not a whole number above 0"),
+        ((*URL, "--port", "70000"), "--port: '70000' is no port; give a number from 1 to 65535"),
         ((*URL, "--dataset", "gsm9k"), "invalid choice: 'gsm9k'"),
         ((*URL, "--data", "/nowhere.jsonl"), "--data /nowhere.jsonl is no file"),
         (("--serve",), "--serve found no --model-path after --"),
@@ -49,12 +50,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--serve", "--", "--model-path", "/nowhere/x", *DFLASH), "/nowhere/x is no directory and cannot be fetched"),
         (("--serve", "--backend", "vllm", "--", *DFLASH), "--serve starts SGLang, not vllm"),
         (("--serve", "--model", "x", "--", *DFLASH), "takes the model from the flags after --; drop --model"),
-        ((*URL, "--arms", "off"), "--arms needs --serve; add it"),
+        ((*URL, "--arms", "off"), "drop --arms, or use --serve instead of --base-url"),
+        ((*TORCH, "--arms", "off"), "drop --arms, or use --serve instead of --backend transformers"),
         (("--serve", "--arms", "theirs", *SERVED), "there is no arm 'theirs'; use off, mtp"),
-        (("--serve", "--arms", "ours:x", *SERVED), "'x' is no environment; write NAME:VAR=V"),
-        (("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", *SERVED), "the same name (ours:A=x, ours:A=x)"),
+        (("--serve", "--arms", "ours:x", *SERVED), "'x' sets no variables; write NAME:VAR=V"),
+        (
+            ("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", *SERVED),
+            "the same name once paths are shortened (ours:A=x, ours:A=x)",
+        ),
         (("--serve", "--arms", "ours:PYTHONPATH=/x", *SERVED), "would mix two checkouts; run the benchmark in each"),
-        ((*URL, "--preset", "readme"), "--base-url and --serve; give one of"),
+        ((*URL, "--preset", "readme"), "found --base-url and --preset readme; give one of"),
         (("--preset", "widths", "--concurrency", "1,32"), "--concurrency 32: the servers of --preset widths run 16"),
         ((*URL, "--require-equal", "--temperature", "1"), "--require-equal needs greedy answers"),
         ((*URL, "--tie-gap", "1"), "--tie-gap needs --require-equal"),
@@ -102,7 +107,7 @@ def test_a_preset_may_serve_another_model(tmp_path):
 
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert "with python instead of torchrun" in refused(capsys, *TORCH)
+    assert "WORLD_SIZE is 8, as torchrun sets it" in refused(capsys, *TORCH)
 
 
 def test_bundled_questions_are_held_out_and_different():
@@ -153,14 +158,15 @@ def test_hopeless_answers_are_short_and_ignore_the_end_token():
     ("line", "message"),
     [
         ("", "holds no line"),
-        ("not json", "mine.jsonl:1: no object"),
-        ('{"question": "two"}', "mine.jsonl:1: no object"),
-        ('{"messages": [{"role": "user"}]}', "mine.jsonl:1: no object"),
+        ("not json", "mine.jsonl:1: found 'not json'; write one JSON object per line"),
+        ('{"question": "two"}', "mine.jsonl:1: found .*question.*; write one JSON object per line"),
+        ('{"messages": [{"role": "user"}]}', "mine.jsonl:1: found .*; write one JSON object per line"),
         ('{"input_ids": []}', "is no list of token ids"),
         ('{"input_ids": [1, true]}', "is no list of token ids"),
         ('{"input_ids": "12"}', "is no list of token ids"),
-        ('{"messages": []}', "the last message is not the user's"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "the last message is not the user's"),
+        ('{"messages": []}', '"messages" is empty; end it with the user'),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "has the role 'assistant'; end with the user's"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', "has the role 'tool'; end with the user's message"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):

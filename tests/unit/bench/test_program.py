@@ -116,6 +116,7 @@ def test_servers_are_compared_with_the_first(fake, bench):
     assert all(len(row["ttft_ms"]) == len(row["tpot_ms"]) == 5 for row in streamed)
     differ = "other: answers that differ from those of off at the first concurrency"
     assert f"{differ}: synthetic at 1, 5 of 5; synthetic at 2, 5" in re.sub(r"\s+", " ", ran.out)
+    assert "same: some turns had fewer than 100 steps" in ran.out
     # Only a server with this plugin (`--announce`) reports steps by width. Each answer takes two steps.
     turns = [turn for turn in document["widths"] if turn["concurrency"] == 1]
     assert {turn["arm"] for turn in turns} == {"same"}
@@ -149,8 +150,9 @@ def test_unknown_numbers_of_other_servers_are_marked(fake, bench):
 @pytest.mark.parametrize(
     ("flags", "arguments", "message"),
     [
-        (["--kind", "openai"], ["--backend", "sglang"], "is no sglang server"),
-        ([], ["--model", "theirs"], "serves fake-model, not theirs"),
+        (["--kind", "openai"], ["--backend", "sglang"], r"is no sglang server \(it answers like openai\); drop --back"),
+        ([], ["--model", "theirs"], "serves fake-model, not theirs; change or drop --model"),
+        (["--kind", "openai"], ["--dataset", "hopeless"], "accepts no token ids; drop --dataset hopeless"),
         (["--stingy"], [], r"http://.* streams no `usage`.*add --no-latency"),
     ],
 )
@@ -166,9 +168,13 @@ def test_a_refused_prompt_ends_the_program(fake, bench, tmp_path):
         bench("--base-url", fake(), "--data", str(data))
 
 
-def test_a_missing_server_is_reported():
-    with pytest.raises(ServerError, match=r"no server answers at http://127\.0\.0\.1:9"):
-        main(["--base-url", "http://127.0.0.1:9"])
+def test_a_missing_server_is_reported_before_a_download(monkeypatch):
+    def load_dataset(*_: object, **__: object) -> None:
+        pytest.fail("a data set was downloaded")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ServerError, match=r"no server answers at http://127\.0\.0\.1:9 .*; start it, or give the URL"):
+        main(["--base-url", "http://127.0.0.1:9", "--dataset", "gsm8k"])
 
 
 def test_a_key_is_not_published(fake, bench):
@@ -275,7 +281,7 @@ def test_near_ties_are_forgiven_on_request(bench, serve):
     asked = (*SMALL, "--no-latency", "--arms", "off", "ours:FAKE_OFFSET=1", "--require-equal", "--tie-gap")
     ran = bench(*asked, "0.5", *serve)
     assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}
-    with pytest.raises(GateError, match="10 answers differ from those of off"):
+    with pytest.raises(GateError, match=r"10 answers differ from those of off.*; raise --tie-gap 0\.4, or drop --req"):
         bench(*asked, "0.4", *serve)
     with pytest.raises(GateError, match="10 answers differ from those of off"):  # the token is neither of the two
         bench(*[word.replace("OFFSET=1", "OFFSET=2") for word in asked], "9", *serve)
@@ -283,8 +289,13 @@ def test_near_ties_are_forgiven_on_request(bench, serve):
 
 def test_an_arm_without_the_plugin_is_refused(bench, serve, monkeypatch):
     monkeypatch.setattr(arms, "ANNOUNCEMENT", "never logged")
-    with pytest.raises(ServerError, match="ours: the worker of sglang-dflash does not serve"):
+    with pytest.raises(ServerError, match="ours: the worker of sglang-dflash does not serve this arm; install it"):
         bench(*SMALL, *serve)
+
+
+def test_an_arm_that_runs_the_plugin_against_its_name_is_refused(bench, serve):
+    with pytest.raises(ServerError, match="the worker of sglang-dflash serves this arm; drop SGLANG_DFLASH_WORKER"):
+        bench(*SMALL, "--arms", "stock:SGLANG_DFLASH_WORKER=plugin", *serve)
 
 
 def test_an_interrupted_run_keeps_its_whole_repeats():

@@ -44,6 +44,17 @@ def test_smollm2_with_another_draft_is_refused(capsys: pytest.CaptureFixture) ->
     assert "--smollm2 serves its own target and draft" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "file"), [("target", "tokenizer.json"), ("draft", "config.json")])
+def test_a_folder_without_a_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture, name: str, file: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parse([f"--{name}", str(tmp_path)])
+    assert f"--{name} {tmp_path} has no {file}; give the folder of a {name}" in capsys.readouterr().err
+    (tmp_path / file).touch()
+    assert parse([f"--{name}", str(tmp_path)])
+
+
 def test_a_folder_replaces_the_tiny_pairs() -> None:
     show = chosen(None, Path("mine"), real=False, console=Console(file=StringIO()))
     assert show.pair == tiny.Pair(tiny.HYBRID.target, Path("mine"))

@@ -22,6 +22,7 @@ from sglang_dflash.demo.ask import Step
 from sglang_dflash.demo.pairs import Show, tiny_show
 from sglang_dflash.demo.web import MOST_BYTES, Demo, Side, StepTrace, Verified, conversation, pieces, web_server
 from sglang_dflash.servers.ports import free_port
+from tests.server.lib.browser import CHROMIUM, opened
 
 QUESTION = [{"role": "user", "content": "</script><b>bold</b>"}]
 
@@ -129,7 +130,8 @@ def test_a_chunk_in_one_piece_counts_all_its_tokens(letters, shown):
 
 
 def test_errors_of_the_server_are_passed_on(url):
-    assert json.loads(ask(url, body=[{"role": "user", "content": "refuse"}]).text) == {"error": "too long"}
+    sentence = "The server sent no whole answer: too long"
+    assert json.loads(ask(url, body=[{"role": "user", "content": "refuse"}]).text) == {"error": sentence}
 
 
 def test_the_page_runs_its_own_script_and_loads_nothing(url):
@@ -166,6 +168,20 @@ def test_every_kind_of_token_has_a_style_and_stays_text(url):
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
 
 
+LONG_ANSWERS = """
+for (const text of document.querySelectorAll("pre")) add(text, "word ".repeat(900), "own");
+document.querySelector(".steps").textContent = verdict.textContent = "One line.";
+verdict.getBoundingClientRect().bottom - innerHeight"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+@pytest.mark.parametrize("height", [767, 900])
+def test_long_answers_leave_the_verdict_in_view(url, height):
+    with opened(url, height=height) as page:
+        assert page.evaluate(LONG_ANSWERS) < 0
+        assert page.console == []
+
+
 @pytest.mark.parametrize(
     "headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Content-Type": "text/plain"}]
 )
@@ -180,7 +196,9 @@ def test_foreign_hosts_and_paths_get_no_page(url):
 
 
 def test_oversized_and_misdirected_requests_are_refused(url):
-    assert ask(url, body=b" " * (MOST_BYTES + 1)).status_code == 413
+    refused = ask(url, body=b" " * (MOST_BYTES + 1))
+    assert (refused.status_code, refused.reason_phrase) == (413, "The conversation is too long: begin a new one")
+    assert "statusText" in httpx.get(url).text, "the page shows the reason, and no HTML"
     assert ask(url, side="aside").status_code == 404
 
 

@@ -172,10 +172,11 @@ def test_wrong_arguments_are_refused(folder, words, message):
     assert message in ended.stderr
 
 
-def test_a_missing_pytest_plugin_names_the_extra_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(program, "find_spec", lambda name: None if name == "xdist" else name)
+def test_missing_packages_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(program, "find_spec", lambda name: name if name == "pytest" else None)
     assert program.main(["--list"]) == 2
-    assert capsys.readouterr().err == "prove: xdist is missing; pip install 'sglang-dflash[prove]'\n"
+    needed = "prove: not installed: pytest-timeout, pytest-xdist; pip install pytest-timeout pytest-xdist\n"
+    assert capsys.readouterr().err == needed
 
 
 def test_nothing_runs_without_a_gpu_or_emulation(monkeypatch, capsys):
@@ -184,7 +185,22 @@ def test_nothing_runs_without_a_gpu_or_emulation(monkeypatch, capsys):
     assert program.main([]) == 2
     assert "set SGLANG_DFLASH_REHEARSE=sm90 to emulate one" in capsys.readouterr().err
     place = machine.place_of(program.parse(["--list"]))
-    assert (place.gpu, place.device) == (None, "sm90")
+    assert (place.gpu, place.device, place.is_assumed) == (None, "sm90", True)
+    monkeypatch.setenv("SGLANG_DFLASH_REHEARSE", "sm90")
+    assert not machine.place_of(program.parse(["--list"])).is_assumed
+
+
+def test_a_list_without_a_gpu_names_the_assumed_one(folder):
+    env = {name: value for name, value in os.environ.items() if name != "SGLANG_DFLASH_REHEARSE"}
+    code = (
+        f"{RUN}\nfrom sglang_dflash.prove import machine\nmachine.find_gpu = lambda: None\nsys.exit(main(['--list']))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0
+    assert "prove: found no GPU; these are the checks of sm90. SGLANG_DFLASH_REHEARSE=sm100" in ended.stderr
+    assert ended.stdout.startswith("holds ")
 
 
 def test_a_given_pair_is_served_alone_with_its_flags(monkeypatch):

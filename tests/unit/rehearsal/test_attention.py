@@ -79,12 +79,18 @@ def test_packed_keys() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        pytest.param(lambda s: {"page_table": s.table[:, :2].contiguous()}, "2 columns for 37 keys", id="narrow"),
-        pytest.param(lambda s: {"cache_seqlens": s.lengths + 4}, r"1000000\] of", id="beyond-its-pages"),
+        pytest.param(
+            lambda s: {"page_table": s.table[:, :2].contiguous()},
+            "2 columns for 37 keys at 4 a page needs 10",
+            id="narrow",
+        ),
+        pytest.param(lambda s: {"cache_seqlens": s.lengths + 4}, r"1000000\] of a cache with", id="beyond-its-pages"),
         pytest.param(lambda s: {"page_table": s.table.long()}, "page_table is torch.int64", id="int64"),
         pytest.param(lambda s: {"page_table": s.table.T}, "page_table has strides", id="columns"),
         pytest.param(lambda s: {"max_seqlen_q": 3}, "4 queries, at most 3", id="more-queries"),
-        pytest.param(lambda s: {"cu_seqlens_q": s.first_query[:-1]}, "starts of 4 requests", id="fewer-starts"),
+        pytest.param(
+            lambda s: {"cu_seqlens_q": s.first_query[:-1]}, "4 starts for 4 requests, not 5", id="fewer-starts"
+        ),
     ],
 )
 def test_metadata_is_checked(changes: Any, complaint: str) -> None:

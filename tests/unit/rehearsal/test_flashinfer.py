@@ -164,7 +164,7 @@ def test_pages_outside_the_cache_are_refused() -> None:
     scene, wrapper = Scene([2], [5]), paged()
     scene.pages[0][3] = len(scene.k_cache)
     plan(wrapper, scene)
-    with pytest.raises(AssertionError, match=r"pages .* of 8"):
+    with pytest.raises(AssertionError, match=r"pages .* of a cache with 8 pages"):
         run(wrapper, scene)
 
 

@@ -160,7 +160,7 @@ def dirty(scene: Scene) -> dict[str, Any]:
                 ("wider", lambda s: {"block_tables": s.table.repeat(1, 2)[:, : s.table.shape[1]]}, "with strides"),
                 ("rows", lambda s: {"block_tables": s.table.repeat(2, 1)}, "4 rows of pages for 2"),
                 ("int64", lambda s: {"seq_lens": s.lengths.long()}, "seq_lens is torch.int64"),
-                ("beyond", lambda s: {"seq_lens": s.lengths + 16}, r"1000000\] of"),
+                ("beyond", lambda s: {"seq_lens": s.lengths + 16}, r"1000000\] of a cache with"),
             )
         ),
         pytest.param("sm100", lambda s: {"max_seq_len": 39}, "at most 39 were announced", id="longer"),

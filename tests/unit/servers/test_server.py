@@ -54,6 +54,8 @@ def test_waiting_for_a_mute_server_times_out(tmp_path):
     try:
         with pytest.raises(ServerError, match="mute: not ready after 1 s"):
             server.wait_ready(timeout_s=1)
+        with pytest.raises(ServerError, match="mute: not ready after 1 s"):
+            wait_ready([server], Console(file=StringIO()), timeout_s=1)
     finally:
         server.stop()
     assert not server.running
@@ -65,10 +67,18 @@ def test_a_taken_port_is_refused_by_its_number(fake):
     with socket.socket() as other:
         other.bind((HOST, server.port))
         other.listen()
-        with pytest.raises(ServerError, match=f"port {server.port} is taken"):
+        with pytest.raises(ServerError, match=f"port {server.port} is taken.*, or choose another with --port"):
             server.start()
         assert free_port(server.port) > server.port
     assert not server.log.exists()
+
+
+@pytest.mark.parametrize(("start", "n"), [(31900, 100), (65530, 6), (65536, 0)])
+def test_no_free_port_is_reported(monkeypatch, start, n):
+    monkeypatch.setattr("sglang_dflash.servers.ports.claim", lambda port: False)
+    message = f"found no free port among {n} from {start} on; choose another start with --port"
+    with pytest.raises(ServerError, match=message):
+        free_port(start)
 
 
 def test_two_processes_never_choose_the_same_port():

@@ -98,10 +98,10 @@ def test_an_empty_answer_is_left_out(tmp_path: Path, content: str | None) -> Non
     ("second", "message"),
     [
         (json.dumps(line("a", toolz=1)), "line 2: unknown key 'toolz'"),
-        ('{"messages": []}', "line 2: give"),
-        ('{"messages": ["a"]}', "line 2: 'messages' must be a list of objects"),
+        ('{"messages": []}', "line 2: found .*; give"),
+        ('{"messages": ["a"]}', r"line 2: 'messages' is \['a'\]; it must be a list of objects"),
         ('{"messages": [{"role": "assistant"}]}', "line 2: the last turn has the role 'assistant'; end with"),
-        ("{", "line 2: Expecting property name"),
+        ("{", r"line 2: not JSON \(Expecting property name .* at character 2\); write one object per line"),
     ],
     ids=["an unknown key", "no question", "no turn", "an answer at the end", "no JSON"],
 )
@@ -112,10 +112,53 @@ def test_a_bad_prompt_is_named(tmp_path, second, message):
         answers.read_prompts(path)
 
 
+def test_blank_lines_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f"{json.dumps(line('a'))}\n\n{json.dumps(line('b'))}\n\n")
+    assert answers.read_prompts(path) == [line("a"), line("b")]
+
+
+@pytest.mark.parametrize("text", ["text", "[]", '{"text": "a"}'])
+def test_another_file_is_not_continued(tmp_path: Path, text: str) -> None:
+    (tmp_path / "out").write_text(f"{text}\n")
+    with pytest.raises(ValueError, match=r"--out .*out, line 1: found .*, not an answer; give another --out"):
+        written(Server(), [line("a")], tmp_path / "out")
+    assert (tmp_path / "out").read_text() == f"{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "answer", "cure"),
+    [
+        ("http://server/v1", httpx.ConnectError("refused"), "Connection error.*; start the server or correct --server"),
+        ("http://server/", httpx.Response(404), "repeat the command with --server http://server/v1"),
+        ("http://server/v1", httpx.Response(404, json={"message": "no m"}), "no m.*; fix the cause, then repeat"),
+    ],
+    ids=["no server", "no /v1", "refused"],
+)
+def test_a_failed_request_has_its_cure(tmp_path: Path, url: str, answer: object, cure: str) -> None:
+    def reply(request: httpx.Request) -> httpx.Response:
+        if isinstance(answer, httpx.HTTPError):
+            raise answer
+        return answer
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(reply))
+    client = AsyncOpenAI(base_url=url, api_key="none", http_client=http, max_retries=0)
+    source = ServerSource(url, 1, client)
+    with pytest.raises(ValueError, match=rf"a request to {url} failed \(.*{cure}.* Lines already written are kept"):
+        answers.write_answers(source, [line("a")], tmp_path / "out", answers.Sampling())
+
+
+def test_a_url_needs_http() -> None:
+    with pytest.raises(
+        ValueError, match=r"--server 127\.0\.0\.1:35200 has no http://; did you mean http://127\.0\.0\.1:35200/v1"
+    ):
+        ServerSource("127.0.0.1:35200", 1)
+
+
 def test_user_turns_continue_the_targets_user_header() -> None:
     server, tokenizer, found = Server(), AutoTokenizer.from_pretrained(DENSE.target), []
     before, _ = prompts.user_header(tokenizer)
-    prompts.user_turns(ServerSource("", 2, server.client), tokenizer, 4, 0, found.append)
+    prompts.user_turns(ServerSource("http://server/v1", 2, server.client), tokenizer, 4, 0, found.append)
     assert all(body["prompt"].startswith(before) for body in server.asked)
     assert turn("What is 1, and why?") in found
 
@@ -138,7 +181,7 @@ def test_interrupted_prompts_resume(tmp_path: Path) -> None:
     )
 
     def write(n: int) -> int:
-        return prompts.write_prompts(Cut("", n), tokenizer, [folder], out, turns=5, n_tasks=4, seed=7)
+        return prompts.write_prompts(Cut("http://server/v1", n), tokenizer, [folder], out, turns=5, n_tasks=4, seed=7)
 
     with pytest.raises(ValueError, match="gone"):
         write(3)

@@ -78,7 +78,7 @@ def test_tool_calls_and_results_are_rendered() -> None:
         ("<tool>20 degrees</><assistant>", False),
         ("It is warm.</>", True),
     ]
-    with pytest.raises(ValueError, match="writes earlier turns differently"):  # "!" is only in the prompt
+    with pytest.raises(ValueError, match="begins an assistant turn differently"):  # "!" is only in the prompt
         chat.parts(row, tokenizer(TOOLS_AND_CALLS))
 
 
@@ -98,7 +98,13 @@ def test_a_template_that_takes_functions_only() -> None:
         ({"role": "assistant", "thoughts": "x"}, "unknown key 'thoughts' in a message of role 'assistant'"),
         ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "content of a message is .* a text, or null"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]}, "must be a JSON object"),
-        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}, "Expecting property name"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
+            "are '{'; they must be a JSON object",
+        ),
+        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "the tool call .* has no function; add an object"),
+        ({"role": "assistant", "tool_calls": "f"}, "'tool_calls' is f; it must be a list of objects"),
+        ({"content": "x"}, "found the message .* without a role; add one"),
         ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "unknown key 'name' in a tool call"),
         ({"role": "assistant", "tool_calls": [{"function": {"args": {}}}]}, "unknown key 'args' in the function of a"),
     ],
@@ -113,5 +119,10 @@ def test_null_fields_are_dropped() -> None:
 
 
 def test_a_tool_without_a_function_is_refused() -> None:
-    with pytest.raises(ValueError, match="function"):
+    with pytest.raises(ValueError, match=r"^a tool is not as in the OpenAI API \(function: Field required\); correct"):
         chat.served_tools([{"type": "function"}])
+
+
+def test_messages_on_which_the_template_fails_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rejects the messages \(TypeError: .*\); change or remove the line"):
+        chat.render(tokenizer("{{ 'a' + 1 }}"), MESSAGES[:1], [], {})

@@ -113,7 +113,7 @@ def test_a_target_with_irreversible_state_is_refused_before_training(target, dat
     monkeypatch.setattr("sglang_dflash.model.target.DynamicLayer", type("OtherLayer", (), {}))
     assert main(command(target, data, tmp_path / "draft")) == 2
     error = capsys.readouterr().err
-    assert "keeps its past in ['DynamicLayer']" in error
+    assert "its cache has layers of type DynamicLayer; give a target" in error
     assert "--eval-prompts 0" in error
 
 
@@ -127,7 +127,7 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
     for name in drafts[0]:
         torch.testing.assert_close(drafts[0][name], drafts[1][name], atol=1e-5, rtol=0)
     assert main(command(target, data, tmp_path / "other", *cached, "--target-layer-ids", "0")) == 2
-    assert "was made for something else (target_layer_ids [2], now [0])" in capsys.readouterr().err
+    assert "was made with other settings (target_layer_ids [2], now [0])" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,12 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
             "--target-layer-ids 0,3 is not an ascending list within 0..2, the layers of a target of 4",
         ),
         (["--target-layer-ids", "1,0"], "--target-layer-ids 1,0 is not an ascending list within 0..2"),
-        (["--mask-token-id", "5000"], "--mask-token-id 5000 is not within 0.."),
+        (["--mask-token-id", "5000"], "the mask token 5000 is not within 0.."),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device cuda: torch finds no GPU; drop --device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--data", "notes.md"], "neither .txt nor .jsonl"),
         (["--target", "/no/such/target"], "/no/such/target"),
@@ -156,4 +161,4 @@ def test_a_tokenizer_without_a_mask_token_is_refused(target, data, tmp_path, tok
     AutoModelForCausalLM.from_pretrained(target).save_pretrained(bare)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(bare)
     assert main(command(bare, data, tmp_path / "draft")) == 2
-    assert "has no mask token; name an unused id with --mask-token-id" in capsys.readouterr().err
+    assert "has no mask token; give --mask-token-id an unused token id" in capsys.readouterr().err

@@ -203,5 +203,5 @@ def test_a_draft_starts_with_another(tmp_path):
         (tmp_path / "second", {}, "selector_rank 4, now unset"),
     ):
         draft = DraftModel(draft_config_for(target, block_size=8, **sizes | change))
-        with pytest.raises(ValueError, match=f"is a draft of other sizes .*{found}.*; give its sizes"):
+        with pytest.raises(ValueError, match=f"is a draft with other settings .*{found}.*; give its settings"):
             start(draft, target, str(folder))

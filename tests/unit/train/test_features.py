@@ -105,7 +105,7 @@ def test_a_cache_of_another_run_is_refused(tmp_path, target):
         "target_layer_ids ": {"layers": (0, 1)},
         "dtype float32, now bfloat16": {"target": Qwen3ForCausalLM(target.config).bfloat16()},
     }.items():
-        with pytest.raises(ValueError, match=rf"was made for something else \(.*{name}.*; repeat the old options"):
+        with pytest.raises(ValueError, match=rf"was made with other settings \(.*{name}.*; repeat the old options"):
             cache_of(tmp_path, **({"target": target} | options))
     assert (tmp_path / FACTS).read_text() == before
 

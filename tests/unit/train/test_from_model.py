@@ -64,11 +64,24 @@ def test_user_turns_have_8_to_400_characters(source):
     assert all(8 <= len(turn["content"]) <= 400 for (turn,) in found)
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [(None, "has no chat template"), ("{{ messages[0].content }}", "marks no end of a user turn")],
+)
+def test_user_turns_need_a_template_that_ends_them(source, template, reason):
+    tokenizer = AutoTokenizer.from_pretrained(DENSE.target)
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=f"{reason}.*; give --turns 0"):
+        prompts.user_turns(source, tokenizer, 1, 0, print)
+
+
 def test_a_server_is_asked_for_where_text_is_parsed(source):
     tools = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(ValueError, match="give --server"):
+    with pytest.raises(
+        ValueError, match=r"tool calls \(the line has tools\), which .*; serve the target and give --server"
+    ):
         source.ids_of(line("Hi.") | {"tools": tools})
-    with pytest.raises(ValueError, match="no single token; serve the target, and give --server"):
+    with pytest.raises(ValueError, match="no single token; serve the target and give --server"):
         source.user_turns([("", "Hi")], "a stop text", 0, print)
 
 
@@ -76,5 +89,5 @@ def test_a_prompt_that_the_template_rejects_is_named(source):
     tokenizer = AutoTokenizer.from_pretrained(DENSE.target)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     strict = ModelSource(source.target, tokenizer, 3)
-    with pytest.raises(ValueError, match="prompt 2: the chat template rejects the messages: roles must alternate"):
+    with pytest.raises(ValueError, match=r"prompt 2: the chat template rejects the messages \(roles must alternate"):
         strict.answer([(1, line("Hi."))], answers.Sampling(), print)

@@ -114,6 +114,6 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    cure = "4 processes share 2 GPUs; start one each: torchrun --nproc-per-node 2"
+    cure = "4 processes share 2 GPUs; start one per GPU: torchrun --nproc-per-node 2"
     with pytest.raises(ValueError, match=cure), joined("cuda"):
         pass
