@@ -10,10 +10,13 @@ Add = Callable[..., Action]  # `add_argument` of a parser or of a group
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return `; did you mean NAME?` with the known name most like `word`; "" if no name is similar. Ignores case."""
-    by_lower = {name.lower(): name for name in known}
-    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return f"; did you mean {by_lower[found[0]]}?" if found else ""
+    """Return `; did you mean NAME?` with the known name most like `word`; "" if no name is similar.
+
+    Case and leading dashes are ignored, so that short flags are not similar only by their dashes.
+    """
+    bare = {name.lower().lstrip("-"): name for name in known}
+    found = get_close_matches(word.lower().lstrip("-"), bare, n=1, cutoff=cutoff)
+    return f"; did you mean {bare[found[0]]}?" if found else ""
 
 
 def nearest_or_all(word: str, known: Iterable[str]) -> str:
@@ -38,10 +41,15 @@ class RawHelp(Help, RawDescriptionHelpFormatter):
 
 
 class Parser(ArgumentParser):
-    """Parser whose errors name the option or choice nearest to a misspelt one."""
+    """Parser whose errors name the option or choice nearest to a misspelt one.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    Args:
+        elsewhere: where options that this parser does not know belong, as a sentence for the error.
+    """
+
+    def __init__(self, *args: Any, elsewhere: str = "", **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": Help} | options)
+        self.elsewhere = elsewhere
 
     def error(self, message: str) -> NoReturn:
         super().error(message + self.suggestion(message))
@@ -50,7 +58,8 @@ class Parser(ArgumentParser):
         """Return a suggestion, see `nearest`, for an argparse message about unknown options or an invalid choice."""
         if unknown := re.match(r"unrecognized arguments: (.*)", message):
             words = (word.split("=")[0] for word in unknown[1].split() if word.startswith("--"))
-            return next(filter(None, (nearest(word, self.option_names()) for word in words)), "")
+            found = next(filter(None, (nearest(word, self.option_names()) for word in words)), "")
+            return found or (f"; {self.elsewhere}" if self.elsewhere else "")
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
             return nearest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
         return ""

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from sglang_dflash.capacity import known_models as models
 from sglang_dflash.cli import Parser, nearest
+from sglang_dflash.flags import Worker
 
 FILE = Path(__file__).parent / "assets" / "recipes.toml"
 SERVER = ("-m", "sglang.launch_server")
@@ -75,6 +77,7 @@ def last_of_each(flags: Iterable[Flag]) -> list[Flag]:
 
 RECIPES = read(FILE.read_text())
 GPUS = tuple(tomllib.loads(FILE.read_text())["gpus"])
+H100_GIB = "79.6"  # memory of an H100, as its driver reports it
 ALIASES = {"h100": "h200", "b300": "b200"}  # GPUs of one generation share their flags
 
 
@@ -88,14 +91,31 @@ def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
     flags = recipe.flags[ALIASES.get(gpu, gpu)]
     comments = [f"{recipe.target} on {gpu.upper()}. {recipe.note}".strip()]
     if gpu == "h100":
-        comments.append(
-            "These flags are sized for an H200. An H100 has little more than half its memory, so the model may not "
-            "fit: `sglang-dflash check --gpu-memory 79.6` with these flags computes the requests at once."
-        )
+        comments.append(f"These flags are sized for an H200. {on_h100(recipe, further)}")
     comments += [f"  {flag.name}: {flag.why}" for flag in flags if flag.why]
     lines = [shlex.join(["python", *SERVER]), *(shlex.join(flag.words) for flag in flags)]
     lines += [shlex.join(further)] if further else []
     return "\n".join([*(f"# {comment}" for comment in comments), " \\\n    ".join(lines)])
+
+
+def on_h100(recipe: Recipe, further: Sequence[str]) -> str:
+    """Return a sentence with the number of requests at once on H100s, if it can be computed."""
+    if recipe.target not in models.TARGETS:
+        cure = "If the model does not fit, add `-- --tp-size N` for more cards."
+        return f"An H100 has little more than half its memory. {cure}"
+    from sglang_dflash.capacity import report  # imports take a tenth of a second
+
+    words = [*arguments(recipe, "h100", further)[len(SERVER) :], "--gpu-memory", H100_GIB]
+    try:
+        found = report.answer(report.arguments().parse_args(words))
+    except ValueError as error:
+        return f"The number of requests on an H100 cannot be computed: {error}."
+    n_requests, better = found.results[Worker.PLUGIN].requests, dict(report.lifts(found, Worker.PLUGIN))
+    cards = f"{found.serving.tp_size} H100 of {H100_GIB} GiB"
+    if n_requests:
+        return f"On {cards}, {n_requests} requests of {found.serving.context:,} tokens fit at once (computed)."
+    cure = next((f"add `-- {flag}`, with which {n} fit" for flag, n in better.items() if "--tp" in flag), report.MORE)
+    return f"On {cards}, no request of {found.serving.context:,} tokens fits (computed); {cure}."
 
 
 def table(recipes: Iterable[Recipe]) -> str:
@@ -137,17 +157,17 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="sglang-dflash recipe",
         usage="%(prog)s [NAME --gpu GPU [--run] [-- SERVER FLAGS]]",
         description="Print or run the launch command of a published draft; without NAME, list all recipes.",
+        elsewhere="flags of the server go after a bare `--`",
     )
-    parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="recipe or hub name of its target or draft, in any case"
-    )
+    names = "name of a recipe, or of its target or draft on the hub; case is ignored"
+    parser.add_argument("name", nargs="?", metavar="NAME", help=names)
     parser.add_argument("--gpu", type=str.lower, choices=(*GPUS, *ALIASES), help="GPU to serve on")
     parser.add_argument("--run", action="store_true", help="start the server instead of printing its command")
     options = parser.parse_args(words[:at])
     if options.name:
         options.name = find(options.name) or parser.error(unknown(options.name))
     if options.name and not options.gpu:
-        parser.error(f"name the GPU of {options.name}: --gpu {' or --gpu '.join(GPUS)}")
+        parser.error(f"no GPU is named for {options.name}; give --gpu {' or '.join((*GPUS, *ALIASES))}")
     return options, words[at + 1 :]
 
 

@@ -17,6 +17,7 @@ The memory of graphs and activations is not computed either: 1 - mem_fraction_st
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from math import gcd
 from typing import NamedTuple
 
 from sglang_dflash.flags import Worker
@@ -103,6 +104,8 @@ class Serving:
         copies: this plugin keeps token histories for n-gram copies.
         fp8_head: this plugin keeps an fp8 copy of the target's head.
         wider: tokens of this plugin's widest verify if it exceeds the block; else 0.
+        max_tokens: `--max-total-tokens`.
+        n_states: `--max-mamba-cache-size`.
     """
 
     mem_fraction: float
@@ -117,6 +120,8 @@ class Serving:
     copies: bool = False
     fp8_head: bool = False
     wider: int = 0
+    max_tokens: int | None = None
+    n_states: int | None = None
 
     def widest(self, worker: Worker) -> int:
         """Return the largest number of tokens that a step verifies per request."""
@@ -193,7 +198,7 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
         draft_per_token = 0
     texts = _text_bytes(target, serving, worker)
     left = rest - states.persistent_bytes - states.block_bytes - ring_bytes - texts
-    n_tokens = max(0, int(left)) // (per_token + draft_per_token) // serving.page_size * serving.page_size
+    n_tokens = _kv_tokens(left, per_token + draft_per_token, serving)
     limits = {
         # A step reserves KV slots for its own block and for the block of the step in flight.
         Bound.TOKENS: n_tokens // round_up(serving.context + 2 * serving.widest(worker), serving.page_size),
@@ -230,14 +235,26 @@ def heads(target: TargetSizes, draft: DraftSizes) -> dict[str, int]:
 
 
 def _check(target: TargetSizes, draft: DraftSizes, serving: Serving) -> None:
-    for name, n_heads in heads(target, draft).items():
+    counts = heads(target, draft)
+    for name, n_heads in counts.items():
         if n_heads % serving.tp_size:
-            raise ValueError(f"{name}: {n_heads} heads cannot be split over --tp {serving.tp_size}; use a divisor")
+            raise ValueError(
+                f"{name}: {n_heads} heads cannot be split over --tp-size {serving.tp_size}; give a divisor of "
+                f"{gcd(*counts.values())}"
+            )
     if serving.window is not None and serving.window < serving.block_size:
         raise ValueError(
             f"--window {serving.window} is smaller than the block of {serving.block_size}; "
             f"give at least {serving.block_size}"
         )
+
+
+def _kv_tokens(n_bytes: float, per_token: int, serving: Serving) -> int:
+    """Return the number of tokens of K and V in whole pages."""
+    n_tokens = max(0, int(n_bytes)) // per_token
+    if serving.max_tokens is not None:
+        n_tokens = min(n_tokens, serving.max_tokens)
+    return n_tokens // serving.page_size * serving.page_size
 
 
 def _text_bytes(target: TargetSizes, serving: Serving, worker: Worker) -> int:
@@ -259,47 +276,11 @@ def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, wor
         return States(0, serving.max_requests, 0, 0)
     state = recurrent.shard(serving.tp_size).state_bytes
     block = _request_block_bytes(recurrent, serving, worker) / state  # a block's memory, as a multiple of a state's
-    n_slots = serving.max_requests
-    if serving.radix is not RadixStates.OFF:
+    n_slots = serving.max_requests if serving.n_states is None else serving.n_states
+    if serving.n_states is None and serving.radix is not RadixStates.OFF:
         budget = rest * serving.mamba_ratio / (1 + serving.mamba_ratio)
         # One slot of each pool is for padding.
         n_slots = max(0, int((budget - state * (1 + block)) // (state * (1 + block / serving.radix))))
     n_requests = n_slots // serving.radix
     n_rows = min(serving.max_requests, n_requests) + 1
     return States(n_slots, n_requests, (n_slots + 1) * state, n_rows * block * state)
-
-
-# -- SGLang's default for --mem-fraction-static --------------------------------------------------------------------
-
-
-class Tier(NamedTuple):
-    """SGLang's settings for cards with less memory than `below_gib`. SGLang derives the memory left free from them."""
-
-    below_gib: float
-    chunk: int  # tokens of a prefill chunk
-    max_batch: int  # requests in the largest decode graph
-    max_batch_tp4: int  # the same with 4 or more ranks
-    n_prefill_graphs: int
-
-
-TIERS = (
-    Tier(20, 2048, 8, 8, 42),
-    Tier(35, 4096, 48, 160, 50),
-    Tier(60, 4096, 32, 160, 50),
-    Tier(160, 8192, 256, 512, 58),
-    Tier(float("inf"), 16384, 512, 512, 74),
-)
-
-
-def default_mem_fraction(card_gib: float, *, tp_size: int, image_width: int) -> float:
-    """Return SGLang 0.5.23's default --mem-fraction-static on CUDA (`handle_gpu_memory_settings`)."""
-    tier = next(tier for tier in TIERS if card_gib < tier.below_gib)
-    max_batch = tier.max_batch_tp4 if tp_size >= 4 else tier.max_batch
-    reserved = 512 + tier.chunk * 1.5 + tp_size / 8 * 1024 + max_batch * 2 + tier.n_prefill_graphs * 8
-    if card_gib > 60:
-        reserved = max(reserved, 10 * 1024)
-    fraction = round(1 - reserved / (card_gib * 1024), 3)
-    if not image_width:
-        return fraction
-    # SGLang estimates Qwen's image encoders, whose configs lack num_hidden_layers, from their width alone.
-    return fraction * 0.95 * max(0.8, min(1.05, 1 - 0.1 * (image_width**2 / 1024**2 - 1)))

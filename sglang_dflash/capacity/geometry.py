@@ -20,9 +20,13 @@ from sglang_dflash.draft.fields import Fields
 from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, fp8_head_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LOADED_ITEMSIZES = ITEMSIZES | {"float": 4, "half": 2}  # values of --dtype
+KV_ITEMSIZES = {"bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}  # values of --kv-cache-dtype
 QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # bytes per weight of a draft's linear layers, once loaded
 CONV_ITEMSIZE = 2  # bytes; SGLANG_MAMBA_CONV_DTYPE is bfloat16 by default
+FETCH = "fetch the target again"
 LONGEST = 262144  # context tokens if a config has no limit
+NO_SIZE = "put model.safetensors.index.json beside config.json, which has the size of the weights"
 MTP = "mtp."  # part of the tensor names of a checkpoint's own drafter, which SGLang does not load under DFLASH
 
 
@@ -49,10 +53,14 @@ class Config(Fields):
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         super().__init__(config, name, "text_config")
 
-    def choice(self, field: str, value: Any, choices: Mapping[str, Any]) -> Any:
-        """Return `choices[value]`, or raise a ValueError that names the field."""
+    def choice(self, field: str, value: Any, choices: Mapping[str, Any], cure: str = "") -> Any:
+        """Return `choices[value]`, or raise a ValueError that names the field and ends with `cure`."""
         if value not in choices:
-            raise ValueError(f"{self.name}: {field} is {value!r}, and only {', '.join(choices)} can be computed")
+            found = "missing" if value is None else repr(value)
+            raise ValueError(
+                f"{self.name}: {field} is {found}, and only {', '.join(choices)} can be computed; "
+                f"{cure or f'correct {field} in config.json'}"
+            )
         return choices[value]
 
     @property
@@ -61,8 +69,12 @@ class Config(Fields):
         return self.choice("dtype", self.get("dtype", self.get("torch_dtype")), ITEMSIZES)
 
     @property
+    def is_quantized(self) -> bool:
+        return bool(self.whole.get("quantization_config") or self.get("quantization_config"))
+
+    @property
     def family(self) -> Family:
-        return self.choice("model_type", self.get("model_type"), FAMILIES)
+        return self.choice("model_type", self.get("model_type"), FAMILIES, NO_SIZE)
 
     @property
     def head_dim(self) -> int:
@@ -84,7 +96,10 @@ class Config(Fields):
         kinds = kinds or ["full_attention"] * n_layers
         unknown = set(kinds) - {"full_attention", "linear_attention"}
         if unknown or self.get("use_sliding_window"):
-            raise ValueError(f"{self.name}: layers with {min(unknown, default='a window')} cannot be computed")
+            raise ValueError(
+                f"{self.name}: layers with {min(unknown, default='a window')} cannot be computed; read "
+                "max_running_requests in SGLang's log of a launch"
+            )
         if len(kinds) != n_layers:
             raise ValueError(
                 f"{self.name}: layer_types has {len(kinds)} entries for num_hidden_layers {n_layers}; fix config.json"
@@ -92,20 +107,28 @@ class Config(Fields):
         return kinds
 
 
-def read_target(model: str) -> TargetSizes:
+def read_target(model: str, itemsize: int | None = None) -> TargetSizes:
     """Return the sizes of the target `model`: a directory, a config.json, or a name in `known_models`.
 
+    Args:
+        itemsize: bytes per weight as loaded, a value of `LOADED_ITEMSIZES`; None: as in the config. Quantized weights
+            keep their size.
     Raises:
         ValueError: there is no such model, or its memory cannot be computed.
     """
     folder, whole, source = _find(model, models.TARGETS)
     config = Config(whole, model)
     weights, weights_from = _weights(folder, config)
+    if itemsize and not config.is_quantized:
+        weights = weights * itemsize // config.itemsize
     kinds = config.layer_kinds()
     return TargetSizes(
         name=model,
         attention=AttentionSizes(
-            kinds.count("full_attention"), config.count("num_key_value_heads"), config.head_dim, config.itemsize
+            kinds.count("full_attention"),
+            config.count("num_key_value_heads"),
+            config.head_dim,
+            itemsize or config.itemsize,
         ),
         recurrent=_recurrent(config, kinds.count("linear_attention")),
         n_heads=config.count("num_attention_heads"),
@@ -118,7 +141,7 @@ def read_target(model: str) -> TargetSizes:
     )
 
 
-def read_draft(model: str, quantization: str | None = None) -> DraftSizes:
+def read_draft(model: str, quantization: str | None = None, itemsize: int | None = None) -> DraftSizes:
     """Return the sizes of the DFlash draft `model`: a directory, a config.json, or a name in `known_models`.
 
     The config determines the shapes of all tensors.
@@ -126,13 +149,14 @@ def read_draft(model: str, quantization: str | None = None) -> DraftSizes:
     Args:
         quantization: value of `--speculative-draft-model-quantization`, a key of `QUANTIZED_ITEMSIZES`; None: not
             quantized. Scales, at most one per output, are not counted.
+        itemsize: bytes per weight as loaded; None: as in the config.
     Raises:
         ValueError: there is no such model, its dtype is unknown, or see `checkpoint.parse`.
         NotSupported: see `checkpoint.parse`.
     """
     _, config, source = _find(model, models.DRAFTS)
     draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # memory does not depend on the id
-    itemsize = Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
+    itemsize = itemsize or Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
     sizes = {name: prod(shape) for name, shape in checkpoint.expected_shapes(draft).items()}
     split = {name: n for name, n in sizes.items() if name.endswith("_proj.weight")}
     whole = sizes.keys() - split.keys()
@@ -184,12 +208,13 @@ def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
     if files:
         return sum(map(_header_bytes, files)), "headers of the safetensors files"
     if index and index.is_file():
-        return json.loads(index.read_text())["metadata"]["total_size"], f"{index.name}, its own drafter included"
-    if config.whole.get("quantization_config") or config.get("quantization_config"):
-        raise ValueError(
-            f"{config.name}: config.json has no size of the quantized weights; "
-            "put model.safetensors.index.json beside it"
-        )
+        metadata = draft_files.read_object(index, FETCH).get("metadata")
+        size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if type(size) is not int:
+            raise ValueError(f"{index} has no metadata.total_size; {FETCH}")
+        return size, f"{index.name}, its own drafter included"
+    if config.is_quantized:
+        raise ValueError(f"{config.name}: config.json has no size of the quantized weights; {NO_SIZE}")
     return n_parameters(config) * config.itemsize, "computed from config.json"
 
 
@@ -199,7 +224,11 @@ def _header_bytes(file: Path) -> int:
     The file begins with its header: eight bytes with the length of the JSON after them.
     """
     with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        text = stream.read(int.from_bytes(stream.read(8), "little"))
+    try:
+        header = json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors ({error}); {FETCH}") from None
     spans = [tensor["data_offsets"] for name, tensor in header.items() if "data_offsets" in tensor and MTP not in name]
     return sum(end - start for start, end in spans)
 

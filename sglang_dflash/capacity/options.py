@@ -1,29 +1,66 @@
-"""Options of `sglang-dflash check --gpu-memory`."""
+"""Options of `sglang-dflash check --gpu-memory`.
+
+The options have SGLang's names too, so that a launch command can be pasted. Other launch flags are accepted. The report
+names those of them that may change the result, see `uncounted`.
+"""
 
 import argparse
+from argparse import SUPPRESS
+from typing import Any
 
 from sglang_dflash import flags
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import MAMBA_RATIO, MAX_REQUESTS, RadixStates
-from sglang_dflash.cli import Add, Parser
+from sglang_dflash.cli import Add, Parser, nearest
 
 CONTEXT = 8192  # default number of tokens of a request, prompt and answer together
 STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
-# Launch flags without an effect on this computation, accepted so that a launch command can be pasted.
+MISSPELT = 0.85  # similarity to an option from which an unknown flag counts as misspelt
+# Launch flags without an effect on this computation.
 WITHOUT_EFFECT = (
     *("--speculative-algorithm", "--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"),
     *("--speculative-draft-attention-backend", "--sampling-backend", "--grammar-backend", "--linear-attn-backend"),
     *("--trust-remote-code", "--device", "--host", "--port", "--served-model-name", "--api-key", "--chat-template"),
-    *("--reasoning-parser", "--tool-call-parser", "--tokenizer-path", "--revision", "--log-level", "--log-requests"),
-    *("--speculative-draft-model-revision", "--enable-metrics", "--random-seed", "--watchdog-timeout"),
-    *("--schedule-policy", "--stream-interval"),
+    *("--reasoning-parser", "--tool-call-parser", "--tokenizer-path", "--tokenizer-mode", "--skip-tokenizer-init"),
+    *("--revision", "--speculative-draft-model-revision", "--load-format", "--download-dir", "--random-seed"),
+    *("--log-level", "--log-requests", "--log-requests-level", "--decode-log-interval", "--enable-metrics"),
+    *("--watchdog-timeout", "--schedule-policy", "--schedule-conservativeness", "--stream-interval", "--ep-size"),
+    *("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-port", "--base-gpu-id", "--skip-server-warmup"),
+    *("--enable-cache-report", "--mamba-track-interval", "--num-continuous-decode-steps", "--moe-runner-backend"),
+    *("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-draft-sink-size"),
+    "--speculative-dspark-block-size",
 )
+# Launch flags that are not counted, and that are so similar to an option that they would count as misspelt.
+SIMILAR = ("--dp-size", "--pp-size")
+# Beginnings of launch flags that change only SGLang's default for --mem-fraction-static.
+OF_FRACTION = (
+    *("--cuda-graph-", "--disable-cuda-graph", "--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"),
+    *("--chunked-prefill-size", "--max-prefill-tokens"),
+)
+AUTO = "auto"
+
+
+class CapacityParser(Parser):
+    """Parser that accepts further launch flags, and stores their names as `not_counted`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = super().parse_known_args(args, namespace)
+        names = [word.split("=")[0] for word in rest if word.startswith("--")]
+        options.not_counted = tuple(dict.fromkeys(names))
+        are_flags = rest[0].startswith("--") if rest else True  # otherwise the first word belongs to no flag
+        return options, [] if are_flags and not any(map(self.is_misspelt, names)) else rest
+
+    def is_misspelt(self, name: str) -> bool:
+        shown = [option for action in self._actions if action.help != SUPPRESS for option in action.option_strings]
+        return name == "--" or (name not in SIMILAR and bool(nearest(name, shown, MISSPELT)))
 
 
 def arguments() -> Parser:
     """Return the parser of `sglang-dflash check --gpu-memory`."""
-    parser = Parser(prog="sglang-dflash check", description="Compute how many requests a card holds.")
+    parser = CapacityParser(
+        prog="sglang-dflash check", description="Compute how many requests a card holds.", allow_abbrev=False
+    )
     add_options(parser.add_argument)
     return parser
 
@@ -32,10 +69,57 @@ def add_options(add: Add) -> None:
     """Add the options with `add`, an argument parser's `add_argument`. SGLang's names of options are accepted too."""
     _add_pair(add)
     _add_memory(add)
+    _add_caches(add)
     _add_plugin(add)
     add("--json", action="store_true", help="print one JSON document instead of tables")
     for name in WITHOUT_EFFECT:
-        add(name, nargs="?", dest="without_effect", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        add(name, nargs="*", dest="without_effect", default=SUPPRESS, help=SUPPRESS)
+
+
+def radix_states(options: argparse.Namespace) -> RadixStates:
+    """Return the strategy of the prefix cache, with SGLang's choice for "auto"."""
+    strategy, overlap = options.mamba_radix_cache_strategy, not options.disable_overlap_schedule
+    if strategy == AUTO:
+        strategy = "extra_buffer" if overlap or options.page_size > 1 else "no_buffer"
+    # Without the overlap schedule a request needs one slot less, as many as with the lazy strategy.
+    return RadixStates.EXTRA_BUFFER_LAZY if strategy == "extra_buffer" and not overlap else STRATEGIES[strategy]
+
+
+def uncounted(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the launch flags that are not counted: those that may change the result, and those of `OF_FRACTION`.
+
+    With `--mem-fraction-static` the latter have no effect, and are left out.
+    """
+    of_fraction = [name for name in options.not_counted if name.startswith(OF_FRACTION)]
+    others = [name for name in options.not_counted if name not in of_fraction]
+    of_kv = {"--kv-cache-dtype": options.kv_cache_dtype, "--speculative-draft-kv-cache-dtype": options.draft_kv_dtype}
+    others += [f"{name} {dtype}" for name, dtype in of_kv.items() if dtype not in (None, AUTO, *geometry.KV_ITEMSIZES)]
+    return others, of_fraction if options.mem_fraction is None else []
+
+
+def count(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    """Parse a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """Parse a number above 0 and below 1."""
+    if not amount(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return amount(text)
 
 
 def _add_pair(add: Add) -> None:
@@ -51,18 +135,18 @@ def _add_pair(add: Add) -> None:
         "--draft-quantization",
         "--speculative-draft-model-quantization",
         choices=geometry.QUANTIZED_ITEMSIZES,
-        help="quantization of the draft",
+        help="quantization of the draft while it loads",
     )
 
 
 def _add_memory(add: Add) -> None:
-    add("--gpu-memory", type=float, required=True, metavar="GIB", help="memory of a card, as its driver reports it")
-    add("--context", type=int, default=CONTEXT, metavar="N", help="tokens of a request, prompt and answer together")
+    add("--gpu-memory", type=amount, required=True, metavar="GIB", help="memory of a card, as its driver reports it")
+    add("--context", type=count, default=CONTEXT, metavar="N", help="tokens of a request, prompt and answer together")
     add(
         "--block",
         "--speculative-num-draft-tokens",
         "--speculative-dflash-block-size",
-        type=int,
+        type=count,
         metavar="N",
         help="tokens of a block (default: as the draft was trained)",
     )
@@ -70,30 +154,55 @@ def _add_memory(add: Add) -> None:
         "--window",
         "--speculative-draft-window-size",
         "--speculative-dflash-draft-window-size",
-        type=int,
+        type=count,
         metavar="N",
         help="context tokens of the draft, in a ring buffer per request (default: all, in the KV cache)",
     )
-    add("--tp", "--tp-size", "--tensor-parallel-size", type=int, default=1, metavar="N", help="number of cards")
+    add("--tp", "--tp-size", "--tensor-parallel-size", type=count, default=1, metavar="N", help="number of cards")
     add(
         "--mem-fraction",
         "--mem-fraction-static",
-        type=float,
+        type=share,
         metavar="X",
         help="share of the card for weights, states and KV (default: as SGLang sets it for the card)",
     )
-    _add_pools(add)
 
 
-def _add_pools(add: Add) -> None:
-    add("--max-running-requests", type=int, default=MAX_REQUESTS, metavar="N", help="SGLang's limit under DFLASH")
+def _add_caches(add: Add) -> None:
+    _add_kv(add)
+    _add_states(add)
+
+
+def _add_kv(add: Add) -> None:
+    add(
+        "--dtype",
+        choices=(AUTO, *geometry.LOADED_ITEMSIZES),
+        default=AUTO,
+        help="dtype in which both models are loaded; auto: that of config.json",
+    )
+    add("--kv-cache-dtype", default=AUTO, metavar="DTYPE", help="dtype of K and V; auto: that of the weights")
+    add(
+        "--draft-kv-dtype",
+        "--speculative-draft-kv-cache-dtype",
+        metavar="DTYPE",
+        help="dtype of the draft's K and V (default: as --kv-cache-dtype)",
+    )
+    add("--page-size", type=count, default=1, metavar="N", help="tokens per page of the KV cache")
+    add("--max-total-tokens", type=count, metavar="N", help="largest number of tokens in the KV cache")
+    most = f"largest number of requests at once (SGLang's default under DFLASH: {MAX_REQUESTS})"
+    add("--max-running-requests", type=count, default=MAX_REQUESTS, metavar="N", help=most)
+
+
+def _add_states(add: Add) -> None:
     add(
         "--mamba-full-memory-ratio",
-        type=float,
+        type=amount,
         default=MAMBA_RATIO,
         metavar="X",
-        help="memory of recurrent states per memory of KV",
+        help="ratio of recurrent-state memory to KV cache memory",
     )
+    n_states = "number of recurrent states (default: by --mamba-full-memory-ratio)"
+    add("--max-mamba-cache-size", type=count, metavar="N", help=n_states)
     add(
         "--mamba-ssm-dtype",
         choices=geometry.ITEMSIZES,
@@ -102,28 +211,30 @@ def _add_pools(add: Add) -> None:
     add(
         "--mamba-radix-cache-strategy",
         "--mamba-scheduler-strategy",
-        choices=STRATEGIES,
-        default="extra_buffer",
-        help="recurrent states kept for the prefix cache; off: --disable-radix-cache",
+        choices=(AUTO, *STRATEGIES),
+        default=AUTO,
+        help="strategy for recurrent states in the prefix cache; off: no prefix cache",
     )
     add(
         "--disable-radix-cache",
         action="store_const",
         const="off",
         dest="mamba_radix_cache_strategy",
-        default=argparse.SUPPRESS,
+        default=SUPPRESS,
         help="the same as --mamba-radix-cache-strategy off",
     )
-    add("--page-size", type=int, default=1, metavar="N", help="tokens per page of the KV cache")
+    fewer = "SGLang's flag; a request then needs fewer recurrent states"
+    add("--disable-overlap-schedule", action="store_true", help=fewer)
 
 
 def _add_plugin(add: Add) -> None:
-    add("--copy", choices=("auto", "off"), default=flags.read({}).copy, help="SGLANG_DFLASH_COPY")
-    add("--draft-head", choices=("full", "fp8"), default="full", help="SGLANG_DFLASH_DRAFT_HEAD")
+    add("--copy", choices=("auto", "off"), default=flags.read({}).copy, help="SGLANG_DFLASH_COPY of the launch")
+    add("--draft-head", choices=("full", "fp8"), default="full", help="SGLANG_DFLASH_DRAFT_HEAD of the launch")
     add(
         "--context-length",
-        type=int,
+        type=count,
         metavar="N",
-        help="longest text of the server, for the token history (default: the target's limit)",
+        help="longest request in tokens, which sizes the token histories for n-gram copies "
+        "(default: the target's limit)",
     )
-    add("--widest", type=int, default=0, metavar="N", help="widest of SGLANG_DFLASH_WIDTHS if it exceeds the block")
+    add("--widest", type=count, metavar="N", help="largest number in SGLANG_DFLASH_WIDTHS, if above the block size")

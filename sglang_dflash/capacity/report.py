@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -29,26 +29,34 @@ from sglang_dflash.capacity.division import (
     Serving,
     TargetSizes,
     capacity,
-    default_mem_fraction,
     heads,
 )
-from sglang_dflash.capacity.options import STRATEGIES, arguments
+from sglang_dflash.capacity.fraction import default_mem_fraction
+from sglang_dflash.capacity.options import arguments, radix_states, uncounted
 from sglang_dflash.flags import Worker
 
 RATIOS = [tenth / 10 for tenth in range(1, 101)]  # tried values of --mamba-full-memory-ratio
 TP_SIZES = (2, 4, 8)
+LIMITS = {"--max-total-tokens": "max_tokens", "--max-mamba-cache-size": "n_states"}  # flag -> field of `Serving`
 WINDOW = 4096  # tried value of --speculative-draft-window-size
+Sizes = TypeVar("Sizes", TargetSizes, DraftSizes)
+MORE = "for more, raise --mem-fraction-static, or use more or larger cards"
 NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
 
 
 class Report(NamedTuple):
-    """Models, launch settings and memory of a card, and the computed capacity with each worker."""
+    """Models, launch settings and memory of a card, and the computed capacity with each worker.
+
+    Attributes:
+        not_counted: sentences about flags that were given and are not counted.
+    """
 
     target: TargetSizes
     draft: DraftSizes
     serving: Serving
     card_gib: float
     results: dict[Worker, Capacity]
+    not_counted: list[str]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,13 +83,7 @@ def answer(options: argparse.Namespace) -> Report:
     Raises:
         ValueError: a model is unknown, its memory cannot be computed, or flags do not fit the models.
     """
-    target = geometry.read_target(options.model)
-    if target.recurrent and options.mamba_ssm_dtype:
-        recurrent = dataclasses.replace(target.recurrent, state_itemsize=geometry.ITEMSIZES[options.mamba_ssm_dtype])
-        target = dataclasses.replace(target, recurrent=recurrent)
-    if options.context_length:
-        target = dataclasses.replace(target, context_length=options.context_length)
-    draft = geometry.read_draft(options.draft or models.draft_of(options.model), options.draft_quantization)
+    target, draft = pair(options)
     fraction = options.mem_fraction
     if fraction is None:
         fraction = default_mem_fraction(options.gpu_memory, tp_size=options.tp, image_width=target.image_width)
@@ -94,21 +96,50 @@ def answer(options: argparse.Namespace) -> Report:
         max_requests=options.max_running_requests,
         mamba_ratio=options.mamba_full_memory_ratio,
         page_size=options.page_size,
-        radix=STRATEGIES[options.mamba_radix_cache_strategy],
+        radix=radix_states(options),
         copies=options.copy != "off",
         fp8_head=options.draft_head == "fp8",
-        wider=options.widest,
+        wider=options.widest or 0,
+        max_tokens=options.max_total_tokens,
+        n_states=options.max_mamba_cache_size,
     )
-    return report_of(target, draft, serving, options.gpu_memory)
+    results = {worker: capacity(target, draft, serving, options.gpu_memory, worker) for worker in Worker}
+    return Report(target, draft, serving, options.gpu_memory, results, list(remarks(options)))
 
 
-def report_of(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib: float) -> Report:
-    results = {worker: capacity(target, draft, serving, card_gib, worker) for worker in Worker}
-    return Report(target, draft, serving, card_gib, results)
+def pair(options: argparse.Namespace) -> tuple[TargetSizes, DraftSizes]:
+    """Return the sizes of target and draft, as the flags load them."""
+    itemsize = geometry.LOADED_ITEMSIZES.get(options.dtype)  # None for "auto"
+    target = geometry.read_target(options.model, itemsize)
+    if target.recurrent and options.mamba_ssm_dtype:
+        recurrent = dataclasses.replace(target.recurrent, state_itemsize=geometry.ITEMSIZES[options.mamba_ssm_dtype])
+        target = dataclasses.replace(target, recurrent=recurrent)
+    if options.context_length:
+        target = dataclasses.replace(target, context_length=options.context_length)
+    draft = geometry.read_draft(options.draft or models.draft_of(options.model), options.draft_quantization, itemsize)
+    return with_kv(target, options.kv_cache_dtype), with_kv(draft, options.draft_kv_dtype or options.kv_cache_dtype)
+
+
+def with_kv(model: Sizes, dtype: str) -> Sizes:
+    """Return the sizes of a model whose K and V have the dtype; unchanged for "auto", and for dtypes not counted."""
+    if dtype not in geometry.KV_ITEMSIZES:
+        return model
+    attention = dataclasses.replace(model.attention, itemsize=geometry.KV_ITEMSIZES[dtype])
+    return dataclasses.replace(model, attention=attention)
+
+
+def remarks(options: argparse.Namespace) -> Iterator[str]:
+    """Yield sentences about flags that were given and are not counted."""
+    others, of_fraction = uncounted(options)
+    if others:
+        yield f"Not counted, but may change these numbers: {', '.join(others)}."
+    if of_fraction:
+        changed = ", ".join(of_fraction)
+        yield f"Not counted: {changed}. It changes SGLang's default for --mem-fraction-static, so give that flag too."
 
 
 def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
-    """Yield (flag with value, number of requests at once) for each single flag that allows more requests."""
+    """Yield each single change of a flag that allows more requests, such as `--tp-size 2`, and their number."""
     serving, now = report.serving, report.results[worker]
 
     def then(**changes: Any) -> int:
@@ -116,9 +147,12 @@ def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
         return capacity(report.target, report.draft, changed, report.card_gib, worker).requests
 
     tried: dict[str, int] = {}
-    if report.target.recurrent:
+    if report.target.recurrent and serving.n_states is None:
         ratio = max(RATIOS, key=lambda ratio: then(mamba_ratio=ratio))
         tried[f"--mamba-full-memory-ratio {ratio}"] = then(mamba_ratio=ratio)
+    for flag, field in LIMITS.items():
+        if vars(serving)[field] is not None:
+            tried[f"without {flag}"] = then(**{field: None})
     most = then(max_requests=4096)
     tried[f"--max-running-requests {most}"] = most
     if worker is Worker.PLUGIN and not now.ring_bytes:
@@ -171,10 +205,12 @@ def sentences(report: Report) -> Iterator[str]:
     """Yield a line with each worker's limit and the flags that raise it, then the sources of the numbers."""
     for worker, result in report.results.items():
         count = f"{result.requests} requests at once" if result.requests else "cannot start"
-        better = " or ".join(f"{n} with {flag}" for flag, n in lifts(report, worker))
-        yield f"{NAMES[worker]}: {count}, bounded by {result.bound}; {better or 'no single flag raises it'}."
+        changes = ((flag if flag.startswith("without") else f"with {flag}", n) for flag, n in lifts(report, worker))
+        better = " or ".join(f"{n} {change}" for change, n in changes)
+        yield f"{NAMES[worker]}: {count}, bounded by {result.bound}; {better or MORE}."
     yield f"Target: {report.target.source}; weights {report.target.weights_from}."
     yield f"Draft: {report.draft.source}; weights computed from config.json."
+    yield from report.not_counted
     yield "Memory is divided as in SGLang 0.5.23 (P: computed, not measured). Each rank holds its share of the target."
 
 
@@ -201,6 +237,7 @@ def document(report: Report) -> dict[str, Any]:
         "target": dataclasses.asdict(report.target),
         "draft": dataclasses.asdict(report.draft),
         "serving": dataclasses.asdict(report.serving),
+        "not_counted": report.not_counted,
         "workers": {
             worker: dataclasses.asdict(result)
             | {"requests": result.requests, "bound": result.bound, "lifts": dict(lifts(report, worker))}

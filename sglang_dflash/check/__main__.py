@@ -7,48 +7,51 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from functools import partial
+from signal import SIGKILL
 
-from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity import options as capacity_options
 from sglang_dflash.check import __doc__ as usage
 from sglang_dflash.check import served
 from sglang_dflash.check.findings import Finding, find, installation
 from sglang_dflash.cli import Parser, RawHelp, nearest
 
+FORMS = "%(prog)s [--json] [--draft-steps N] [LAUNCH FLAGS] | --server URL | --model NAME --gpu-memory GIB"
 OWN = ("--json", "--draft-steps", "--server", "--gpu-memory")
 MODEL = ("--model", "--model-path")
+# Beginnings of flags that can select DFLASH: SGLang accepts abbreviations, and flags in a file.
+SELECTING = ("--spec", "--config")
 
 
 def help_text() -> str:
     """Return the help: the forms, this command's options, and those of `--gpu-memory`."""
-    forms = "%(prog)s [--json] [--draft-steps N] [LAUNCH FLAGS] | --server URL | --model NAME --gpu-memory GIB"
-    parser = Parser(prog="sglang-dflash check", usage=forms, description=usage, formatter_class=RawHelp)
+    parser = Parser(prog="sglang-dflash check", usage=FORMS, description=usage, formatter_class=RawHelp)
     own = parser.add_argument_group("options with launch flags, or with --server")
-    own.add_argument("--draft-steps", type=int, metavar="N", help="draft N blocks in plain torch, and compare them")
+    drafts = "draft N blocks in plain torch, and print the share of accepted first drafts"
+    own.add_argument("--draft-steps", type=capacity_options.count, metavar="N", help=drafts)
     own.add_argument("--server", metavar="URL", help="report on a running server, such as http://127.0.0.1:30000")
-    of_capacity = parser.add_argument_group(
-        "options with --gpu-memory", "SGLang's names are accepted too, and launch flags without an effect are ignored."
-    )
+    names = "SGLang's names are accepted too. The report names the launch flags that it does not count."
+    of_capacity = parser.add_argument_group("options with --gpu-memory", names)
     capacity_options.add_options(of_capacity.add_argument)
     return parser.format_help()
 
 
 def refusal(flags: Sequence[str]) -> str:
-    """Return an error if a flag is a misspelt option of this command, or if only a model is given; else "".
+    """Return an error if a flag is a misspelt option of this command, or if no flag selects DFLASH; else "".
 
-    SGLang is not run.
+    SGLang is not run: it would first load the model's config, possibly from the hub, which takes minutes to fail.
     """
     for word in flags:
         if word.startswith("--") and word not in MODEL and (cure := nearest(word.split("=")[0], OWN, cutoff=0.85)):
             return f"there is no option {word.split('=')[0]}{cure}"
-    words = [word for flag in flags for word in flag.split("=", 1)]
-    is_positional = not words[0].startswith("-")
-    if is_positional or (len(words) == 2 and words[0] in MODEL):
-        name = words[0] if is_positional else words[1]
-        known = any(models.is_called(target, name) for target in models.TARGETS)
-        ask = "add --gpu-memory GIB for the requests that a card holds, or the flags of a launch"
-        return f"found only the model {name}; {'did you mean --model ' + name + ' --gpu-memory GIB?' if known else ask}"
-    return ""
+    if not flags[0].startswith("-"):
+        meant = f"--server {flags[0]}" if "://" in flags[0] else f"--model {flags[0]} --gpu-memory GIB"
+        return f"{flags[0]} stands without an option; did you mean {meant}?"
+    if any(word.startswith(SELECTING) for word in flags):
+        return ""
+    return (
+        "the flags have no --speculative-algorithm DFLASH; add it for a launch, or add --gpu-memory GIB for the number "
+        "of requests that a card holds"
+    )
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
@@ -59,18 +62,23 @@ def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
     command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or [
-            f"SGLang ended with status {ended.returncode} and printed nothing"
-        ]
+        lines = ended.stderr.strip().splitlines() or [silence(ended.returncode)]
         return [Finding("launch", False, lines[-1])]
     return [Finding(**finding) for finding in json.loads(ended.stdout.splitlines()[-1])]
+
+
+def silence(status: int) -> str:
+    """Return an error for an end of SGLang without a message."""
+    killed = "the system killed it, most often because memory ran out: free memory"
+    cure = killed if status == -SIGKILL else "start `python -m sglang.launch_server` with these flags for its log"
+    return f"SGLang ended with status {status} and printed nothing; {cure}"
 
 
 def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
     """Return one finding: the share of accepted first drafts at `n_steps` positions of an answer."""
     from sglang_dflash.check import draft_steps
 
-    parser = ArgumentParser(add_help=False)
+    parser = ArgumentParser(prog="sglang-dflash check", add_help=False)
     parser.add_argument("--model-path", "--model", required=True)
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", required=True)
     paths, _ = parser.parse_known_args(argv)
@@ -103,15 +111,15 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(help_text(), end="")
         return 0
-    if argv[:1] == ["--server"]:
-        return served.main(argv[1:], as_json=as_json)
+    if any(argument.split("=")[0] == "--server" for argument in argv):
+        return served.main(argv, as_json=as_json)
     if any(argument.split("=")[0] == "--gpu-memory" for argument in argv):
         from sglang_dflash.capacity import report
 
         return report.main(argv)
-    own = ArgumentParser(add_help=False, allow_abbrev=False)
+    own = Parser(prog="sglang-dflash check", usage=FORMS, add_help=False, allow_abbrev=False)
     own.add_argument("--json", action="store_true")
-    own.add_argument("--draft-steps", type=int, default=0)
+    own.add_argument("--draft-steps", type=capacity_options.count, default=0)
     mine, launch_flags = own.parse_known_args(argv)
     if launch_flags and (reason := refusal(launch_flags)):
         print(f"check: {reason}", file=sys.stderr)

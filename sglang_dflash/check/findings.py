@@ -95,19 +95,29 @@ def environment(*, launch: bool = False) -> str:
     read = flags.read(os.environ)
     beyond = [width for width in read.widths if not 1 <= width <= WIDEST]
     if beyond and not launch:
+        also = ", or add the launch flags if the block is longer" if beyond[0] > WIDEST else ""
         raise ValueError(
-            f"SGLANG_DFLASH_WIDTHS: {beyond[0]} is not within 1..{WIDEST}; drop it, or add the launch flags if the "
-            "block is longer"
+            f"SGLANG_DFLASH_WIDTHS: {beyond[0]} is not within 1..{WIDEST}; remove this number from the variable{also}"
         )
     if read.worker is Worker.PLUGIN:
-        for variable, (ours, _) in zip(("SGLANG_PLUGINS", "SGLANG_PLATFORM"), ENTRY_POINTS.values(), strict=True):
-            named = os.environ.get(variable, "")
-            if named and ours not in map(str.strip, named.split(",")):
-                raise ValueError(
-                    f"{variable}={named} stops SGLang from loading sglang-dflash; add {ours}, or set "
-                    "SGLANG_DFLASH_WORKER=stock"
-                )
+        _require_loaded()
     return f"worker {read.worker}, overlap schedule {'allowed' if read.overlap else 'off'}"
+
+
+def _require_loaded() -> None:
+    """Check that the environment lets SGLang load this plugin. `SGLANG_PLUGINS` is a list, `SGLANG_PLATFORM` a name."""
+    (plugin, _), (platform_name, _) = ENTRY_POINTS.values()
+    plugins, chosen = os.environ.get("SGLANG_PLUGINS", ""), os.environ.get("SGLANG_PLATFORM", "")
+    if plugins and plugin not in map(str.strip, plugins.split(",")):
+        raise ValueError(
+            f"SGLANG_PLUGINS={plugins} stops SGLang from loading sglang-dflash; add {plugin} to it, or set "
+            "SGLANG_DFLASH_WORKER=stock"
+        )
+    if chosen and chosen != platform_name:
+        raise ValueError(
+            f"SGLANG_PLATFORM={chosen} stops SGLang from loading sglang-dflash; unset it, or set "
+            "SGLANG_DFLASH_WORKER=stock"
+        )
 
 
 def found_by_sglang() -> str:
@@ -119,9 +129,10 @@ def found_by_sglang() -> str:
     for group, (name, value) in ENTRY_POINTS.items():
         found = [point.value for point in entry_points(group=group) if point.name == name]
         if found != [value]:
-            raise RuntimeError(
-                f"entry point {name} in {group} is {found or 'missing'}, not {value}; reinstall sglang-dflash"
-            )
+            others = [other for other in found if other != value]
+            cure = f"uninstall the package with {others[0]}" if others else "reinstall sglang-dflash"
+            what = f"is {found}, not only {value}" if found else "is missing"
+            raise RuntimeError(f"entry point {name} in {group} {what}; {cure}")
     return " and ".join(name for name, _ in ENTRY_POINTS.values())
 
 
@@ -147,5 +158,5 @@ def contract() -> str:
     with no_collection():
         missing = list(filter(None, map(problem, names)))
     if missing:
-        raise RuntimeError(f"{'; '.join(missing)}; install sglang {SGLANG}")
+        raise RuntimeError(f"{', '.join(missing)}; install the unmodified release sglang {SGLANG}")
     return f"sglang {SGLANG} has all {len(names)} names that sglang-dflash uses"

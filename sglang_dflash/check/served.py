@@ -3,8 +3,9 @@
 import json
 import sys
 from collections.abc import Sequence
+from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from sglang_dflash.width.cost import table
@@ -14,17 +15,22 @@ def fetch(url: str) -> dict[str, Any]:
     """Fetch a running server's `/server_info`, and return its `internal_states[0]["dflash"]`.
 
     Raises:
-        OSError: no server answers.
-        ValueError: the server is not SGLang, or does not serve DFLASH with this plugin's worker.
+        OSError: no server answers, or it refuses the request.
+        ValueError: `url` has no scheme, or the server is not SGLang or does not serve DFLASH with this plugin's worker.
     """
     if "://" not in url:
         raise ValueError(f"--server {url} has no http://; did you mean http://{url}?")
+    info = f"{url.rstrip('/')}/server_info"
     try:
-        with urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as response:
+        with urlopen(info, timeout=30) as response:
             states = json.load(response)["internal_states"]
-    except URLError as error:
+    except HTTPError as error:
+        with_key = "check sends no API key: use curl with the header `Authorization: Bearer KEY`"
+        cure = with_key if error.code in (401, 403) else "give the URL of an SGLang server, without a path such as /v1"
+        raise OSError(f"{info} answers {error.code} {error.reason}; {cure}") from error
+    except (OSError, HTTPException) as error:
         raise OSError(f"no SGLang server answers at {url}: {error}; start it, or give the URL it listens on") from error
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{url} is no SGLang server: its /server_info has no internal_states; give an SGLang server's URL"
         ) from error
@@ -53,11 +59,14 @@ def render(dflash: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str], *, as_json: bool) -> int:
-    """Print the report of one server and return the exit status; `argv`: the words after `--server`."""
-    urls = [argument for argument in argv if argument != "--json"]
+    """Print the report of one server and return the exit status; `argv`: `--server`, a URL, and maybe `--json`."""
+    words = [word for argument in argv for word in argument.split("=", 1)]
+    urls = [word for word in words if word not in ("--server", "--json")]
     if len(urls) != 1:
         print(
-            f"check: --server takes one URL, found {len(urls)}; give http://127.0.0.1:30000 or another", file=sys.stderr
+            f"check: --server takes one URL, found {len(urls)} ({' '.join(urls) or 'nothing'}); give only "
+            "http://127.0.0.1:30000 or another, and --json",
+            file=sys.stderr,
         )
         return 1
     try:

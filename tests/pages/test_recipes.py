@@ -171,19 +171,50 @@ def test_a_gpu_has_the_flags_of_its_generation(gpu: str, other: str, capsys: pyt
     for asked in (gpu, other):
         assert recipe.main(["qwen3-8b", "--gpu", asked]) == 0
         out = capsys.readouterr().out
-        assert ("An H100 has little more than half its memory" in out) == (asked == "h100")
+        assert ("These flags are sized for an H200" in out) == (asked == "h100")
         commands.append([line for line in out.splitlines() if not line.startswith("#")])
     assert commands[0] == commands[1]
 
 
 @pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ("qwen3.5-27b", r"On 1 H100 of 79\.6 GiB, [1-9]\d* requests of 8,192 tokens fit at once \(computed\)\.$"),
+        (
+            "qwen3.5-35b-a3b",
+            r"no request of 8,192 tokens fits \(computed\); add `-- --tp-size 2`, with which \d+ fit\.$",
+        ),
+        (
+            "qwen3.6-35b-a3b",
+            r"no request of 8,192 tokens fits \(computed\); add `-- --tp-size 2`, with which \d+ fit\.$",
+        ),
+        ("qwen3-coder-next", r"On 2 H100 of 79\.6 GiB, no request .*; add `-- --tp-size 4`, with which \d+ fit\.$"),
+        ("qwen3-coder-next -- --tp-size 4", r"On 4 H100 of 79\.6 GiB, \d+ requests of 8,192 tokens fit at once"),
+        (
+            "qwen3-8b -- --tp-size 3",
+            r"cannot be computed: .* heads cannot be split over --tp-size 3; give a divisor of 32\.$",
+        ),
+        (
+            "gpt-oss-120b",
+            r"An H100 has little more than half its memory\. If the model does not fit, add `-- --tp-size N`",
+        ),
+    ],
+)
+def test_requests_on_an_h100_are_computed(asked: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *further = asked.split()
+    assert recipe.main([name, "--gpu", "h100", *further]) == 0
+    assert re.search(sentence, capsys.readouterr().out.splitlines()[1])
+
+
+@pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["qwen3-8b"], "name the GPU of qwen3-8b: --gpu h200 or --gpu b200"),
+        (["qwen3-8b"], "no GPU is named for qwen3-8b; give --gpu h200 or b200 or h100 or b300"),
         (["qwen3-8b", "--gpu", "h20"], "invalid choice: 'h20'"),
         (["qwen3-9b", "--gpu", "h200"], "there is no recipe qwen3-9b; did you mean qwen3.5-9b?"),
         (["zzz", "--gpu", "h200"], "there is no recipe zzz; `sglang-dflash recipe` lists all"),
-        (["qwen3-8b", "--gpu", "h200", "--port", "8000"], "unrecognized arguments: --port"),
+        (["qwen3-8b", "--gpu", "h200", "--port", "8000"], "--port 8000; flags of the server go after a bare `--`"),
+        (["qwen3-8b", "--gpuu", "h200"], "unrecognized arguments: --gpuu h200; did you mean --gpu?"),
     ],
 )
 def test_wrong_arguments_are_refused(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

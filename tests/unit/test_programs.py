@@ -1,15 +1,17 @@
 """The `sglang-dflash` command: all programs, their help, and errors for unknown names."""
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import suppress
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 
 from sglang_dflash.__main__ import PROGRAMS, main
-from sglang_dflash.cli import Parser
+from sglang_dflash.cli import Parser, nearest
 from sglang_dflash.pages import DOCS
 from sglang_dflash.train.options import make_parser
 
@@ -71,6 +73,34 @@ def test_a_misspelt_word_gets_the_nearest_one(words: list[str], cure: str, capsy
     assert capsys.readouterr().err.endswith(f"{cure}\n")
 
 
+def test_dashes_do_not_make_flags_similar() -> None:
+    assert nearest("--dtype", ["--tp", "--json"]) == ""
+    assert nearest("--Dtpye", ["--dtype", "--json"]) == "; did you mean --dtype?"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["docs tuning", "recipe", "recipe --help"])
+def test_a_closed_pipe_ends_without_a_traceback(words: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "sglang_dflash", *words.split()]
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, check=False)
+    os.close(writer)
+    assert ended.stderr == ""
+    # argparse ignores that its help cannot be written, if Python does not buffer it.
+    assert ended.returncode in ((0, 141) if "--help" in words else (141,))
+
+
+def test_a_broken_connection_is_not_a_closed_pipe(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    def lose_the_server(argv: list[str]) -> int:
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setattr("sglang_dflash.pages.docs", lose_the_server)
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        main(["docs"])
+
+
 def test_every_option_of_the_trainer_has_a_text_and_at_most_one_default() -> None:
     (commands,) = (action for action in make_parser()._actions if action.dest == "command")
     for parser in commands.choices.values():
@@ -93,7 +123,8 @@ def test_switches_show_no_default(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_mlx_a_line_names_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mlx", "--model", "a", "--draft", "b", "--prompt", "c"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith('found no module named mlx; pip install "sglang-dflash[mlx]"')
+    package = "mlx" if sys.platform == "darwin" else '"mlx[cpu]"'
+    assert line.endswith(f"found no module named mlx; pip install {package} mlx-lm")
 
 
 def test_the_words_after_the_name_are_the_program_s(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ plugin serves at least one request.
 
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
-from sglang_dflash.capacity.division import Serving, capacity, default_mem_fraction
+from sglang_dflash.capacity.division import Serving, capacity
+from sglang_dflash.capacity.fraction import default_mem_fraction
 from sglang_dflash.capacity.options import CONTEXT
 from sglang_dflash.flags import Worker
 

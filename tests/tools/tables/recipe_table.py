@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
-from sglang_dflash.capacity.division import Capacity, RadixStates, Serving, capacity, default_mem_fraction
+from sglang_dflash.capacity.division import Capacity, RadixStates, Serving, capacity
+from sglang_dflash.capacity.fraction import default_mem_fraction
 from sglang_dflash.capacity.options import CONTEXT
 from sglang_dflash.flags import Worker
 from sglang_dflash.recipe import GPUS, RECIPES, Recipe

@@ -25,8 +25,8 @@ from sglang_dflash.capacity.division import (
     Serving,
     TargetSizes,
     capacity,
-    default_mem_fraction,
 )
+from sglang_dflash.capacity.fraction import default_mem_fraction
 from sglang_dflash.flags import Worker
 from sglang_dflash.memory import records as state_pool
 from sglang_dflash.memory import sizes
@@ -109,7 +109,7 @@ class SGLang:
         radix = serving.radix
         self.schedule = SimpleNamespace(
             max_running_requests=serving.max_requests,
-            max_mamba_cache_size=None,
+            max_mamba_cache_size=serving.n_states,
             mamba_full_memory_ratio=serving.mamba_ratio,
             disable_overlap_schedule=False,
         )
@@ -163,6 +163,7 @@ LAUNCHES = (  # memory of the card in GiB, and changes to `Serving`
     (192, {"tp_size": 2, "max_requests": 256}),
     (141, {"mamba_ratio": 2.3, "block_size": 8}),
     (100.5, {"max_requests": 12}),
+    (100.5, {"n_states": 40}),
 )
 
 
@@ -284,8 +285,8 @@ def test_the_bound_is_named(changes, bound):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tp_size": 16}, "Qwen3.5-27B: 24 heads cannot be split over --tp 16; use a divisor"),
-        ({"tp_size": 3}, "Qwen3.5-27B-DFlash: 32 heads cannot be split over --tp 3"),
+        ({"tp_size": 16}, "Qwen3.5-27B: 24 heads cannot be split over --tp-size 16; give a divisor of 8$"),
+        ({"tp_size": 3}, "Qwen3.5-27B-DFlash: 32 heads cannot be split over --tp-size 3"),
         ({"window": 8}, "--window 8 is smaller than the block of 16; give at least 16"),
     ],
 )
@@ -296,7 +297,7 @@ def test_impossible_launches_are_refused(changes, message):
 
 def test_unsplittable_recurrent_layers_are_refused():
     target, draft = replace(QWEN_27B, n_heads=32), replace(DRAFT_27B, n_heads=32)
-    with pytest.raises(ValueError, match="recurrent layers: 16 heads cannot be split over --tp 32"):
+    with pytest.raises(ValueError, match="recurrent layers: 16 heads cannot be split over --tp-size 32"):
         capacity(target, draft, launched(tp_size=32), 141, Worker.PLUGIN)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from sglang_dflash.capacity import geometry
+from sglang_dflash.capacity import geometry, options
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.capacity.division import GIB, RadixStates
@@ -156,16 +156,17 @@ def test_layers_by_interval_equal_layers_by_name():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma4"}, "model_type is 'gemma4', and only llama, qwen3, .* can be computed"),
+        ({"model_type": "gemma4"}, "model_type is 'gemma4', and only llama, qwen3, .* computed; put model.safetensors"),
         ({"hidden_size": None}, "config.json has no hidden_size; add it"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads is '2', not an integer of at least 1"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn', and only float32, bfloat16, float16"),
+        ({"dtype": None}, "dtype is missing, and only float32, .* can be computed; correct dtype in config.json"),
         ({"mamba_ssm_dtype": "fp4"}, "mamba_ssm_dtype is 'fp4'"),
-        ({"layer_types": ["sliding_attention"] * 4}, "layers with sliding_attention cannot be computed"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layers with sliding_attention cannot be computed; read"),
         ({"use_sliding_window": True}, "layers with a window cannot be computed"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 4"),
         ({"layer_types": None, "full_attention_interval": None}, "neither layer_types nor full_attention_interval"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "put model.safetensors.index.json beside it"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "put model.safetensors.index.json beside config.json"),
     ],
 )
 def test_incomplete_configs_are_refused(changes, message, tmp_path):
@@ -242,11 +243,115 @@ def test_launch_flags_can_be_pasted(capsys):
     assert json.loads(capsys.readouterr().out)["serving"]["radix"] == RadixStates.OFF
 
 
-def test_flags_that_take_memory_are_not_ignored(capsys):
-    for flag, cure in (("--kv-cache-dtype", ""), ("--mem-fraction-statick", "; did you mean --mem-fraction-static?")):
+def test_a_misspelt_option_is_refused(capsys):
+    for words, cure in (
+        ("--mem-fraction-statick 1", "; did you mean --mem-fraction-static?"),
+        ("80", ""),
+        ("-- --x", ""),
+    ):
         with pytest.raises(SystemExit, match="2"):
-            capacity_report.main([*ASKED, flag, "1"])
-        assert f"unrecognized arguments: {flag} 1{cure}" in capsys.readouterr().err
+            capacity_report.main([*ASKED, *words.split()])
+        assert f"unrecognized arguments: {words}{cure}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--tp 0", "'0' is not an integer of at least 1"),
+        ("--page-size 1.5", "'1.5' is not an integer of at least 1"),
+        ("--gpu-memory -3", "'-3' is not a number above 0"),
+        ("--mem-fraction 80", "'80' is not between 0 and 1"),
+        ("--mem-fraction x", "'x' is not a number above 0"),
+    ],
+)
+def test_impossible_values_are_refused(words, sentence, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        capacity_report.main([*ASKED, *words.split()])
+    assert capsys.readouterr().err.endswith(f"{sentence}\n")
+
+
+def computed(*words: str) -> capacity_report.Report:
+    return capacity_report.answer(options.arguments().parse_args([*ASKED, *words]))
+
+
+def test_flags_that_are_not_counted_are_named(capsys):
+    given = ["--enable-lora", "--lora-paths", "a=b", "c=d", "--dp-size=2", "--kv-cache-dtype", "mxfp8"]
+    named = "Not counted, but may change these numbers: --enable-lora, --lora-paths, --dp-size, --kv-cache-dtype mxfp8."
+    graphs = ["--chunked-prefill-size", "4096", "--cuda-graph-bs-decode", "1", "2"]
+    default = "Not counted: --chunked-prefill-size, --cuda-graph-bs-decode. It changes SGLang's default for"
+    assert capacity_report.main([*ASKED, *given, *graphs]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert named in lines
+    assert any(line.startswith(default) for line in lines)
+    assert computed(*given, *graphs, "--mem-fraction-static", "0.8").not_counted == [named]
+    assert capacity_report.document(computed(*given))["not_counted"] == [named]
+    without = [word for name in options.WITHOUT_EFFECT for word in (name, "x")]
+    assert computed(*without) == computed()
+
+
+def test_flags_that_change_the_division_are_counted():
+    """A type of one byte halves K and V. A float32 model has weights, K and V twice as large."""
+    plain, eight_bit, draft_only, wide = (
+        computed(*words.split())
+        for words in ("", "--kv-cache-dtype fp8_e4m3", "--speculative-draft-kv-cache-dtype fp8_e4m3", "--dtype float32")
+    )
+    for worker, now in plain.results.items():
+        (target, draft), kv = (now.target_bytes_per_token, now.draft_bytes_per_token), "bytes_per_token"
+        sizes = [
+            (report.results[worker].target_bytes_per_token, report.results[worker].draft_bytes_per_token)
+            for report in (eight_bit, draft_only, wide)
+        ]
+        assert sizes == [(target // 2, draft // 2), (target, draft // 2), (2 * target, 2 * draft)], kv
+        assert wide.results[worker].target_weights == 2 * now.target_weights
+        assert wide.results[worker].draft_weights == 2 * now.draft_weights
+    few = computed("--max-total-tokens", "20001", "--page-size", "64", "--max-mamba-cache-size", "40")
+    for worker, result in few.results.items():
+        assert (result.n_tokens, result.n_states) == (312 * 64, 40)
+        assert result.limits["recurrent state"] == 40 // RadixStates.EXTRA_BUFFER
+        assert dict(capacity_report.lifts(few, worker)).keys() == {"without --max-total-tokens"}
+    short = " ".join(capacity_report.sentences(few))
+    assert "bounded by KV tokens; 8 without --max-total-tokens." in short
+
+
+def test_quantized_weights_keep_their_size(tmp_path):
+    folder = write(tmp_path, HYBRID | {"quantization_config": {"quant_method": "fp8"}})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 12345}}))
+    assert read_target(folder, 4).weight_bytes == 12345
+    assert read_target(folder, 4).attention.itemsize == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        ("", RadixStates.EXTRA_BUFFER),
+        ("--mamba-radix-cache-strategy auto --disable-overlap-schedule", RadixStates.NO_BUFFER),
+        ("--disable-overlap-schedule --page-size 64", 4),
+        ("--mamba-radix-cache-strategy extra_buffer --disable-overlap-schedule", 4),
+        ("--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule", RadixStates.NO_BUFFER),
+        ("--disable-radix-cache --disable-overlap-schedule", RadixStates.OFF),
+    ],
+)
+def test_states_per_request_follow_the_schedule(words, states):
+    assert computed(*words.split()).serving.radix == states
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("model.safetensors.index.json", b"{", r"index\.json is not JSON .*; fetch the target again"),
+        ("model.safetensors.index.json", b"{}", r"index\.json has no metadata\.total_size; fetch the target again"),
+        (
+            "model.safetensors",
+            struct.pack("<Q", 3) + b"{\xff",
+            "cannot be read as safetensors .*; fetch the target again",
+        ),
+    ],
+)
+def test_damaged_weight_files_are_refused(file, content, sentence, tmp_path):
+    folder = write(tmp_path, HYBRID)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        read_target(folder)
 
 
 def test_promised_lifts_hold(capsys):

@@ -94,7 +94,7 @@ SERVED = {
     "a padded vocabulary": Served("has vocab_size 100 and uses the target's embedding and head", {"vocab_size": 100}),
     "a target in float16": Served("has dtype bfloat16 and is loaded in float16, the target's dtype", target="fp16"),
     "a target without weights": Served(
-        "--load-format dummy is the target's: the draft is loaded from", flags=("--load-format", "dummy")
+        "--load-format dummy applies only to the target: the draft is loaded from", flags=("--load-format", "dummy")
     ),
 }
 
@@ -119,7 +119,8 @@ def test_impossible_widths_are_reported(launch, pair):
     found = asked(launch, *line, env={"SGLANG_DFLASH_WIDTHS": "4"})["launch"]
     assert not found["ok"]
     reason = "SGLang locates the recurrent states of this target by the block size"
-    assert found["text"] == f"SGLANG_DFLASH_WIDTHS: whole blocks are verified ({reason}); set it to 8, or drop it"
+    sentence = f"SGLANG_DFLASH_WIDTHS=4: this server verifies only whole blocks ({reason}); set the variable to 8"
+    assert found["text"] == f"{sentence}, or unset it"
     ranks = "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head"
     for asks in (line, [*CPU.format(target=pair["hybrid"], draft=pair["draft"]).split(), *ranks.split()]):
         found = asked(launch, *asks)["launch"]
@@ -130,7 +131,7 @@ def test_impossible_widths_are_reported(launch, pair):
 def test_an_excluded_plugin_is_reported(launch):
     plugin = asked(launch, env={"SGLANG_PLUGINS": "another"})["plugin"]
     assert not plugin["ok"]
-    assert "SGLANG_PLUGINS or SGLANG_PLATFORM excludes it" in plugin["text"]
+    assert "if SGLANG_PLUGINS is set, add sglang_dflash to it" in plugin["text"]
 
 
 def test_the_stock_worker_is_named(launch):
@@ -155,17 +156,22 @@ def test_installation_findings_need_no_sglang(monkeypatch):
     assert found["environment"].text.startswith("SGLANG_DFLASH_WORKER='ours' is not one of")
 
 
-@pytest.mark.parametrize("variable", ["SGLANG_PLUGINS", "SGLANG_PLATFORM"])
-def test_an_environment_that_excludes_the_plugin_is_reported(variable, monkeypatch):
-    monkeypatch.setenv(variable, "another")
-    with pytest.raises(
-        ValueError, match=f"{variable}=another stops SGLang from loading sglang-dflash; add sglang_dflash"
-    ):
-        findings.environment()
+@pytest.mark.parametrize(
+    ("variable", "cure", "right"),
+    [
+        ("SGLANG_PLUGINS", "add sglang_dflash to it, or set", "another, sglang_dflash"),
+        ("SGLANG_PLATFORM", "unset it, or set SGLANG_DFLASH_WORKER=stock$", "sglang_dflash_cpu"),
+    ],
+)
+def test_an_environment_that_excludes_the_plugin_is_reported(variable, cure, right, monkeypatch):
+    for wrong in ("another", "another, sglang_dflash_cpu"):
+        monkeypatch.setenv(variable, wrong)
+        with pytest.raises(ValueError, match=f"{variable}={wrong} stops SGLang from loading sglang-dflash; {cure}"):
+            findings.environment()
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
     assert findings.environment().startswith("worker stock")
     monkeypatch.delenv("SGLANG_DFLASH_WORKER")
-    monkeypatch.setenv(variable, "another, sglang_dflash, sglang_dflash_cpu")
+    monkeypatch.setenv(variable, right)
     assert findings.environment().startswith("worker plugin")
 
 
@@ -173,7 +179,9 @@ def test_missing_names_of_sglang_are_reported(monkeypatch):
     lacked = Name("sglang.srt.utils", "async_h2h")
     monkeypatch.setitem(findings.SECTIONS, "served", (*findings.SECTIONS["served"], lacked))
     found = {finding.name: finding for finding in installation()}["host contract"]
-    assert found == Finding("host contract", False, "sglang.srt.utils has no async_h2h; install sglang 0.5.23")
+    assert found == Finding(
+        "host contract", False, "sglang.srt.utils has no async_h2h; install the unmodified release sglang 0.5.23"
+    )
 
 
 class Child(NamedTuple):
@@ -194,7 +202,20 @@ ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: 
     [
         (ANSWERED, FLAGS, 0, "ok    plugin         ours"),
         (ENDED, ["--speculativ"], 1, "FAIL  launch         launch_server: error: unrecognized arguments: --speculativ"),
-        (Child(-9, "", ""), FLAGS, 1, "FAIL  launch         SGLang ended with status -9 and printed nothing"),
+        (
+            Child(-9, "", ""),
+            FLAGS,
+            1,
+            "FAIL  launch         SGLang ended with status -9 and printed nothing; the system killed it, most often "
+            "because memory ran out: free memory",
+        ),
+        (
+            Child(3, "", ""),
+            FLAGS,
+            1,
+            "FAIL  launch         SGLang ended with status 3 and printed nothing; start `python -m "
+            "sglang.launch_server` with these flags for its log",
+        ),
     ],
 )
 def test_the_report_omits_sglangs_output(child, argv, code, last, monkeypatch, capsys):
@@ -211,10 +232,17 @@ def test_the_report_omits_sglangs_output(child, argv, code, last, monkeypatch, c
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--model", "qwen3.5-27b"], "only the model qwen3.5-27b; did you mean --model qwen3.5-27b --gpu-memory GIB?"),
-        (["--model-path=Qwen/Qwen3.5-27B"], "did you mean --model Qwen/Qwen3.5-27B --gpu-memory GIB?"),
-        (["Qwen3-8B"], "did you mean --model Qwen3-8B --gpu-memory GIB?"),
-        (["--model", "/a/folder"], "only the model /a/folder; add --gpu-memory GIB"),
+        (
+            ["--model", "qwen3.5-27b"],
+            "have no --speculative-algorithm DFLASH; add it for a launch, or add --gpu-memory",
+        ),
+        (
+            ["--model", "Qwen3.5-27B", "--tp", "2"],
+            "have no --speculative-algorithm DFLASH; add it for a launch, or add",
+        ),
+        (["--model-path=/a/folder", "--device", "cpu"], "have no --speculative-algorithm DFLASH"),
+        (["Qwen3-8B"], "Qwen3-8B stands without an option; did you mean --model Qwen3-8B --gpu-memory GIB?"),
+        (["http://127.0.0.1:30000"], "did you mean --server http://127.0.0.1:30000?"),
         (["--model", "x", "--gpu-memry=80"], "there is no option --gpu-memry; did you mean --gpu-memory?"),
         (["--drafts-steps", "20", "--model", "x"], "did you mean --draft-steps?"),
     ],
@@ -234,10 +262,14 @@ def test_help_has_the_options_of_every_form(capsys):
         assert all(option in out for option in ("--draft-steps", "--server", "--gpu-memory", "--mem-fraction-static"))
 
 
-@pytest.mark.parametrize("width", ["0", "40"])
-def test_a_width_out_of_range_is_noticed_without_a_launch(width, monkeypatch):
+@pytest.mark.parametrize(
+    ("width", "end"), [("0", "from the variable$"), ("40", "from the variable, or add the launch")]
+)
+def test_a_width_out_of_range_is_noticed_without_a_launch(width, end, monkeypatch):
     monkeypatch.setenv("SGLANG_DFLASH_WIDTHS", f"8,{width}")
-    with pytest.raises(ValueError, match=rf"^SGLANG_DFLASH_WIDTHS: {width} is not within 1\.\.32; drop it, or add"):
+    with pytest.raises(
+        ValueError, match=rf"^SGLANG_DFLASH_WIDTHS: {width} is not within 1\.\.32; remove this number {end}"
+    ):
         findings.environment()
     assert findings.environment(launch=True).startswith("worker plugin")
 
@@ -303,4 +335,4 @@ def test_import_errors_and_conflicting_entry_points_are_findings(monkeypatch):
     found = findings.find({"kernels": import_more, "entry points": findings.found_by_sglang})
     assert found[0] == Finding("kernels", False, "No module named 'triton'")
     assert not found[1].ok
-    assert "another.package:register" in found[1].text
+    assert found[1].text.endswith("; uninstall the package with another.package:register")

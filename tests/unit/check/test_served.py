@@ -93,11 +93,31 @@ def test_a_missing_server_is_a_one_line_error(capsys):
     assert line.startswith("check: no SGLang server answers at http://127.0.0.1:")
 
 
-@pytest.mark.parametrize("urls", [(), ("a", "b")])
-def test_exactly_one_url_is_required(urls, capsys):
+@pytest.mark.parametrize(("urls", "found"), [((), "0 (nothing)"), (("a", "b"), "2 (a b)")])
+def test_exactly_one_url_is_required(urls, found, capsys):
     assert main(["--server", *urls]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"check: --server takes one URL, found {len(urls)}; give http://127.0.0.1:30000 or another"
+    assert line.startswith(f"check: --server takes one URL, found {found}; give only http://127.0.0.1:30000 or another")
+
+
+@pytest.mark.parametrize("argv", [["--json", "--server", "127.0.0.1:1"], ["--server=127.0.0.1:1"]], ids=str)
+def test_the_option_may_stand_anywhere(argv, capsys):
+    assert main(argv) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "check: --server 127.0.0.1:1 has no http://; did you mean http://127.0.0.1:1?"
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/v1", "/v1/server_info answers 404 Not Found; give the URL of an SGLang server, without a path"),
+        ("x", "port:"),
+    ],
+)
+def test_a_wrong_url_gets_its_cure(path, sentence, url, capsys):
+    assert main(["--server", url[0] + path]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
 
 
 def test_a_url_without_its_scheme_is_completed(capsys):
