@@ -299,5 +299,6 @@ def check_texts(shapes: Shapes, texts: Texts) -> None:
     shapes.check(torch.int32, text_QM=texts.text_QM, counts_QK2=texts.counts_QK2)
     if shapes["K"] != N_CLASSES or shapes["M"] >= 1 << LENGTH_BIT:
         raise ValueError(
-            f"{shapes['K']} classes and texts of {shapes['M']}; pass {N_CLASSES}, and less than 2^{LENGTH_BIT}"
+            f"there are {shapes['K']} classes of matches and texts of {shapes['M']} tokens; pass {N_CLASSES} classes, "
+            f"and less than 2^{LENGTH_BIT} tokens"
         )

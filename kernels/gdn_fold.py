@@ -183,7 +183,8 @@ def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *
     if H % n_key_heads or B > R or record_width(H, V, n_key_heads, K) != X:
         raise ValueError(
             f"{B} requests, {n_key_heads} key and {H} value heads of {K} and {V} do not fit a record of shape "
-            f"{tuple(record_LRNX.shape)}; heads, requests and record_width must"
+            f"{tuple(record_LRNX.shape)}; pass a row per request, a multiple of {n_key_heads} value heads, and "
+            "record_width values per token"
         )
     if state_LSHVK.stride()[2:] != (V * K, K, 1) or record_LRNX.stride()[2:] != (X, 1):
         raise ValueError(

@@ -234,7 +234,7 @@ def gdn_verify_triton(
     """
     B, (G, K), (H, V) = len(slot_B), x.q_TGK.shape[1:], x.v_THV.shape[1:]
     if len(record_RNX) < B:
-        raise ValueError(f"{B} requests, padding included, and a record of {len(record_RNX)} rows; make it as long")
+        raise ValueError(f"{B} requests, padding included, exceed a record of {len(record_RNX)} rows; add rows")
     out_THV = torch.empty_like(x.v_THV, memory_format=torch.contiguous_format)
     N = len(x.q_TGK) // B
     block_n, block_v, block_k = (max(SMALLEST, triton.next_power_of_2(size)) for size in (N, V, K))
@@ -288,7 +288,8 @@ def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record
     if H % G or T % B or T // B > N or B > R or record_width(H, V, G, K) != X:
         raise ValueError(
             f"{B} blocks of {T} tokens, {G} key and {H} value heads of {K} and {V} do not fit a record of "
-            f"shape {tuple(record_RNX.shape)}; heads, tokens and record_width must"
+            f"shape {tuple(record_RNX.shape)}; pass a row per block, a multiple of {G} value heads, and record_width "
+            "values for each token of a block"
         )
     for name, tensor in (x._asdict() | {"state_SHVK": state_SHVK, "record_RNX": record_RNX}).items():
         if not (tensor if tensor.ndim == 1 else tensor[0]).is_contiguous():

@@ -176,7 +176,7 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
     if arguments.num_steps not in (None, 1):
         raise ValueError(
             f"--speculative-num-steps {arguments.num_steps}: DFLASH drafts a block in one step; drop the flag "
-            "(--speculative-num-draft-tokens sets the block)"
+            "(--speculative-num-draft-tokens sets the block size)"
         )
     if arguments.topk not in (None, 1):
         raise ValueError(
@@ -204,12 +204,12 @@ def _check_fp8_head(arguments: Arguments) -> None:
     if arguments.device not in FP8_DEVICES:
         raise NotSupported(
             f"SGLANG_DFLASH_DRAFT_HEAD=fp8 needs an NVIDIA GPU of compute capability 8.9 or more, found "
-            f"{arguments.device}; set it to full"
+            f"{arguments.device}; set SGLANG_DFLASH_DRAFT_HEAD=full"
         )
     if arguments.load_format == "flash_rl":
         raise NotSupported(
             "SGLANG_DFLASH_DRAFT_HEAD=fp8 with --load-format flash_rl is not supported (the copy of the head would not "
-            "follow updates of the target); set it to full"
+            "follow updates of the target); set SGLANG_DFLASH_DRAFT_HEAD=full"
         )
 
 
@@ -221,7 +221,7 @@ def _check_parallel(arguments: Arguments) -> None:
     if arguments.attention_dp and not arguments.dp_lm_head:
         raise NotSupported(
             "attention data parallelism without --enable-dp-lm-head is not supported with DFLASH (the draft borrows "
-            "the head, and runs among the ranks that share requests); add the flag"
+            "the head, and runs among the ranks that share requests); add --enable-dp-lm-head"
         )
 
 
@@ -231,8 +231,9 @@ def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
     # page_size None: not resolved yet. The scheduler process runs this check again, with the resolved page size.
     if draft_window is not None and arguments.page_size not in (None, 1):
         raise NotSupported(
-            f"--enable-streaming-session with a draft window and --page-size {arguments.page_size} is not supported "
-            "(a turn may start inside a page, the draft's window cannot); use --page-size 1"
+            f"--enable-streaming-session is not supported with a draft window of {draft_window} tokens and a page size "
+            f"of {arguments.page_size} (a turn may start inside a page, the window cannot); set --page-size 1, or drop "
+            "--enable-streaming-session"
         )
 
 
@@ -240,8 +241,8 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
     """Refuse ring buffers if SGLang sizes pools after graph capture: rings would get as many KV slots as the target."""
     if draft_window is not None and arguments.sized_after_capture:
         raise NotSupported(
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the ring buffers would get "
-            "the target's number of slots); set it to 0, or drop --speculative-draft-window-size if the draft has none"
+            f"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 is not supported with a draft window of {draft_window} tokens "
+            "(the ring buffers would get as many KV slots as the target); set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0"
         )
 
 

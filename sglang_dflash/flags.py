@@ -89,7 +89,8 @@ class Flag:
     values: tuple[str, ...]  # accepted values
     meaning: str
     pattern: str = "(?!)"  # regular expression of further values; by default none
-    example: str = ""  # a value that matches `pattern`
+    form: str = ""  # words for the values that match `pattern`
+    example: str = ""  # one of these values
 
 
 # Values that SGLang accepts for a switch. For any other value SGLang logs a warning and uses the default.
@@ -117,6 +118,7 @@ FLAGS = (
         "[Verify widths](tuning.md#widths): `auto`, the whole block (`fixed`), one number, or a list from which `auto` "
         "chooses. `random`: for tests.",
         pattern=r"[0-9]+(,[0-9]+)*",
+        form="a list of widths",
         example="1,4,8,16",
     ),
     Flag(
@@ -125,6 +127,7 @@ FLAGS = (
         ("off",),
         "Directory for a trace. Each process writes one JSON line per step: width, requests and accepted drafts.",
         pattern="/.+",
+        form="an absolute path",
         example="/a/directory",
     ),
     Flag(
@@ -146,6 +149,7 @@ FLAGS = (
         ("off", "1", "sm90", "sm100"),
         "[GPU emulation](rehearsal.md) on a CPU, for tests. `1` is sm90.",
         pattern="(1|sm90|sm100)(,kernels|,streams|,kernels,streams)",
+        form="a GPU with options",
         example="sm90,kernels,streams",
     ),
     Flag(
@@ -161,12 +165,7 @@ FLAGS = (
         "Variable of older SGLang that model cards still set. `1` changes nothing, `0` acts as "
         "`--disable-overlap-schedule`.",
     ),
-    Flag(
-        "SGLANG_ENABLE_DFLASH_SPEC_V2",
-        "1",
-        _OFF_ON,
-        "As `SGLANG_ENABLE_SPEC_V2`.",
-    ),
+    Flag("SGLANG_ENABLE_DFLASH_SPEC_V2", "1", _OFF_ON, "As `SGLANG_ENABLE_SPEC_V2`."),
     Flag(
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
         "0",
@@ -259,8 +258,9 @@ def _value(flag: Flag, environ: Mapping[str, str]) -> str:
     if value.lower() in flag.values:
         return value.lower()
     if not re.fullmatch(flag.pattern, value):
+        further = f" or {flag.form} such as {flag.example}" if flag.form else ""
         raise ValueError(
-            f"{flag.name}={environ[flag.name]!r} is not one of {', '.join(spellings(flag))}; set one of them"
+            f"{flag.name}={value!r} is not one of {', '.join(flag.values)}{further}; set one of them, or unset it"
         )
     return value
 

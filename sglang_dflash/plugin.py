@@ -32,11 +32,11 @@ def register() -> None:
     try:
         host.require_seams()
     except HostMismatch as mismatch:
-        if os.environ.get("SGLANG_DFLASH_WORKER") == Worker.STOCK:
-            logger.warning("%s; it is inactive (SGLANG_DFLASH_WORKER=stock)", mismatch)
+        if os.environ.get("SGLANG_DFLASH_WORKER", "").lower() == Worker.STOCK:
+            logger.warning("%s; sglang-dflash is inactive (SGLANG_DFLASH_WORKER=stock)", mismatch)
             return
         # SystemExit, because SGLang would log and ignore an Exception.
-        sys.exit(f"{mismatch}; install that one, or set SGLANG_DFLASH_WORKER=stock")
+        sys.exit(f"{mismatch}; install that release, or set SGLANG_DFLASH_WORKER=stock")
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

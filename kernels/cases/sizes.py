@@ -122,4 +122,4 @@ def assert_equal(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, *, within: float) -> None:
     error = (got - want).abs().max().item() / want.abs().max().item()
-    assert error <= within, f"off from the definition by {error:.1e} of the largest value, not {within:.1e}"
+    assert error <= within, f"off from the definition by {error:.1e} of the largest value, above {within:.1e}"

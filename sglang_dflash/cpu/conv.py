@@ -143,7 +143,9 @@ def _activated(y: torch.Tensor, bias: torch.Tensor | None, activation: str | boo
         return F.silu(y, inplace=True)
     if activation in (None, False):
         return y
-    raise NotImplementedError(f"causal convolution: activation={activation!r} is not defined on the CPU platform")
+    raise NotImplementedError(
+        f"causal convolution: activation={activation!r} is not defined on the CPU platform; run this model on a GPU"
+    )
 
 
 def _save_windows(window: torch.Tensor, row_B: torch.Tensor, joined: torch.Tensor) -> None:

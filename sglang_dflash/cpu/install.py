@@ -161,7 +161,7 @@ def verify() -> None:
             wrong.append(f"{module.__name__}.{name} ({replaced[id(value)]})")
     if wrong:
         raise RuntimeError(
-            f"the CPU platform is not live: GPU-only code is still at {', '.join(wrong)}; "
+            f"the CPU platform of sglang-dflash is incomplete: GPU-only code is still at {', '.join(wrong)}; "
             "uninstall the plugin that replaces these names, or select the platform you want with SGLANG_PLATFORM"
         )
 

@@ -14,7 +14,7 @@ from sglang_dflash.draft import files as draft_files
 from sglang_dflash.draft.dialects import in_our_words
 from sglang_dflash.draft.fields import Fields
 from sglang_dflash.draft.record import FULL, SECOND, SLIDING, Checkpoint
-from sglang_dflash.draft.variants import ARCHITECTURES, DFLASH_2, refuse_variants
+from sglang_dflash.draft.variants import ARCHITECTURES, DFLASH_2, GIVE, refuse_variants
 from sglang_dflash.errors import STOCK, NotSupported
 
 CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
@@ -94,11 +94,17 @@ def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return the fields that DFlash 2 added. A selector and DFlash 2's architecture must occur together."""
     given = Fields(config["dflash_config"], path, "")
     sizes = {name: given.count(name, 0, least=0) for name in SECOND if name.startswith(("conv_", "selector_"))}
-    architecture = config["architectures"][0]
-    if (ARCHITECTURES[architecture] == DFLASH_2) != bool(sizes["selector_rank"]):
+    architecture, rank = config["architectures"][0], sizes["selector_rank"]
+    is_second = ARCHITECTURES[architecture] == DFLASH_2
+    if is_second and not rank:
         raise ValueError(
-            f"{path}: {architecture} with a selector_rank of {sizes['selector_rank']}: a candidate selector "
-            f"belongs to {DFLASH_2}, which always has one; fix config.json"
+            f"{path}: {architecture} is DFlash 2, but selector_rank is 0 or missing; write the trained selector_rank "
+            "into config.json"
+        )
+    if rank and not is_second:
+        raise ValueError(
+            f"{path}: selector_rank is {rank}, but {architecture} has no candidate selector; correct architectures or "
+            "selector_rank in config.json"
         )
     return sizes | {
         "output_multiplier": given.number("output_multiplier", 1.0),
@@ -137,9 +143,18 @@ def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[t
         if other:
             raise NotSupported(
                 f"{path}: {name}={given} on {other[0]} layers is not DFlash (full layers see their block, sliding "
-                f"layers look back, or both ways with is_causal=false); {STOCK}"
+                f"layers look back, or both ways with is_causal=false); {_causal_cure(name, given)}"
             )
     return kinds, sliding_is_causal
+
+
+def _causal_cure(name: str, given: bool) -> str:
+    """Return the cure for a field with a mask that is not DFlash's. SGLang's own worker reads only `is_causal`."""
+    if name == "is_causal":
+        return f"{GIVE}, or {STOCK}"
+    if given:
+        return f"correct this field, or {GIVE}"
+    return "set is_causal=false if its sliding layers look both ways, or remove this field if they look back"
 
 
 def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dict[str, Any]:
@@ -160,9 +175,10 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
     # Others do not. So the draft's own rotation is unknown.
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0
     if (partial or "mrope_section" in rope) and rope.get("rope_dim") is None:
+        field = "rope_parameters" if config.get("rope_parameters") or not config.get("rope_scaling") else "rope_scaling"
         raise NotSupported(
-            f"{path}: partial_rotary_factor or mrope_section without rope_dim={head_dim}; "
-            f"remove them from config.json if the draft was trained with plain rotary heads, or {STOCK}"
+            f"{path}: config.json has partial_rotary_factor or mrope_section, but no rope_dim. So it is unclear how "
+            f"the draft rotates its heads; add rope_dim={head_dim} to {field} if it rotates whole heads, or {STOCK}"
         )
     if rope["rope_type"] == "linear":
         rope["factor"] = float(fields.number("factor", 1.0))  # SGLang accepts a float or a list, but no int
@@ -179,7 +195,7 @@ def _given_rope(config: Mapping[str, Any], path: str) -> dict[str, Any]:
         if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
             raise NotSupported(
                 f"{path}: {field} has a rope for each kind of layer ({', '.join(nested)}), and the layers of a DFlash "
-                "draft share one; write its fields directly into rope_parameters if they are equal"
+                f"draft share one; if they are equal, write the fields directly into {field}, else {GIVE}"
             )
         if rope:
             ropes.append({"rope_type": rope.get("type", "default"), **rope})
@@ -259,7 +275,8 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
         )
     if extra:
         raise NotSupported(
-            f"{path}: {len(extra)} tensors are not part of a DFlash draft, the first is {extra[0]}; {STOCK}"
+            f"{path}: {len(extra)} tensors are not part of a DFlash draft, the first is {extra[0]}; "
+            f"correct config.json if it does not describe these files, else {GIVE}"
         )
     for name, shape in expected.items():
         if found[name] != shape and name.endswith(CODEBOOK):

@@ -46,11 +46,12 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     if kind != "dflash":
         raise NotSupported(f"{path}: speculators_model_type is {kind!r}, not 'dflash'; give a DFlash draft")
     if not isinstance(layers, dict):
-        raise ValueError(f"{path}: speculators draft without transformer_layer_config; save it with speculators again")
+        raise ValueError(f"{path}: config.json has no transformer_layer_config; save the draft with speculators again")
     n_vocab, n_drafted = layers.get("vocab_size"), config.get("draft_vocab_size")
     if n_drafted not in (None, n_vocab):
         raise NotSupported(
-            f"{path}: draft_vocab_size {n_drafted} of {n_vocab}: a reduced vocabulary is not supported; {WHOLE}"
+            f"{path}: draft_vocab_size {n_drafted} is not vocab_size {n_vocab}: a reduced vocabulary is not "
+            f"supported; {WHOLE}"
         )
     ids = config.get("aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not all(type(id_) is int and id_ > 0 for id_ in ids):

@@ -83,7 +83,7 @@ def own_names(files: Iterable[tuple[str, Mapping[str, Value]]]) -> dict[str, Val
             if name.endswith(ROTARY):
                 continue
             if name in own:
-                raise ValueError(f"{file} has {stored}, and {found_in[name]} has {name} too; remove one of them")
+                raise ValueError(f"{name} is stored in {found_in[name]}, and as {stored} in {file}; remove one of them")
             own[name], found_in[name] = tensor, file
     return own
 
@@ -144,7 +144,7 @@ def weight_files(folder: Path) -> list[Path]:
         return files
     other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
     if other:
-        raise ValueError(f"{folder} holds {other[0]}, and only safetensors are loaded; convert it")
+        raise ValueError(f"{folder} holds {other[0]}, and only safetensors are loaded; convert it to safetensors")
     raise ValueError(f"{folder} has a config.json and no *.safetensors; fetch the draft's weights")
 
 
@@ -182,7 +182,8 @@ def _hub_config(repository: str, revision: str | None) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"--speculative-draft-model-path {repository} is no directory and cannot be fetched "
-            f"({type(error).__name__}); give a directory, or a repository id this machine can reach"
+            f"({type(error).__name__}); give a directory, or the id of a repository with a config.json. If it is "
+            "private or gated, run `hf auth login` first"
         ) from None
 
 
@@ -203,7 +204,8 @@ def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Sh
     except (HfHubHTTPError, OfflineModeIsEnabled) as error:
         reason = type(error).__name__
         raise ValueError(
-            f"{repository}: its weights are not here and cannot be fetched ({reason}); download them"
+            f"{repository}: its weights are not here and cannot be fetched ({reason}); "
+            f"run `hf download {repository}` on a machine with access, and give the folder"
         ) from None
     if has_own_mask:
         raise _own_mask(repository)

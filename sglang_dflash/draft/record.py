@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from sglang_dflash.draft.variants import DFLASH, DFLASH_2
-from sglang_dflash.errors import STOCK, NotSupported
+from sglang_dflash.draft.variants import DFLASH, DFLASH_2, GIVE
+from sglang_dflash.errors import NotSupported
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Fields of `dflash_config` that DFlash 2 added, with the value that means "not used".
@@ -72,7 +72,7 @@ class Checkpoint:
             )
         unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
         if unknown:
-            raise NotSupported(f"{path}: layer_types has {unknown[0]!r}, which DFlash does not have; {STOCK}")
+            raise NotSupported(f"{path}: layer_types has {unknown[0]!r}, which DFlash does not have; {GIVE}")
         if (window is not None or SLIDING in self.layer_types) and (window or 0) < self.block_size:
             raise ValueError(
                 f"{path}: sliding_window {window} is smaller than block_size {self.block_size}; fix config.json"
@@ -96,15 +96,19 @@ class Checkpoint:
         """Check the fields of DFlash 2."""
         for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             if bool(vars(self)[one]) != bool(vars(self)[other]):
-                raise ValueError(f"{self.path}: found only one of {one} and {other}; fix config.json")
+                raise ValueError(
+                    f"{self.path}: config.json sets only one of {one} and {other}; set both as the draft was trained"
+                )
         if self.conv_group_size and self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"{self.path}: conv_group_size {self.conv_group_size} does not divide hidden_size {self.hidden_size}; "
                 "fix config.json"
             )
+        if self.selector_top_k and self.vocab_size is None:
+            raise ValueError(f"{self.path}: config.json has selector_top_k, but no vocab_size; add vocab_size")
         if self.selector_top_k > (self.vocab_size or 0):
             raise ValueError(
-                f"{self.path}: selector_top_k {self.selector_top_k} of a vocab_size of {self.vocab_size}; "
+                f"{self.path}: selector_top_k {self.selector_top_k} exceeds vocab_size {self.vocab_size}; "
                 "fix config.json"
             )
 

@@ -286,7 +286,7 @@ class DFlashDraftModel(nn.Module):
         parameters = dict(self.named_parameters())
         if self.needed <= self.loaded:
             if self.qkv_LXH is None:
-                raise ValueError("a quantized draft takes no new weights; start the server again")
+                raise ValueError("a quantized draft takes no new weights; restart the server with them")
             weights = list(weights)  # `weights` may be a generator, and is iterated twice
             require_all_known((name for name, _ in weights), parameters)
         for name, tensor in weights:

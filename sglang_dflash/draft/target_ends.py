@@ -54,15 +54,16 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
     top_k = top_k_on(next(embed.parameters()).device)
     if fp8_head and (isinstance(head, nn.Embedding) or is_quantized(head)):
         raise NotSupported(
-            f"SGLANG_DFLASH_DRAFT_HEAD=fp8 copies plain heads only, and that of {type(model).__name__} is "
-            f"{'its embedding' if isinstance(head, nn.Embedding) else 'quantized'}; set it to full"
+            f"SGLANG_DFLASH_DRAFT_HEAD=fp8 cannot copy the head of {type(model).__name__}, which is "
+            f"{'a plain torch embedding' if isinstance(head, nn.Embedding) else 'quantized'}; set "
+            "SGLANG_DFLASH_DRAFT_HEAD=full"
         )
     if isinstance(head, nn.Embedding):  # Gemma: the head is the embedding, and every rank has all rows
         return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None, top_k=top_k)
     if get_parallel().attn_dp_enabled and embed.tp_size > 1 and head.tp_group is not embed.tp_group:
         raise NotSupported(
             f"{type(model).__name__} splits its embedding over all ranks and its head over those that share requests, "
-            "and the draft reads both; drop --enable-dp-attention, or use --dp-size replicas"
+            "and the draft reads both; drop --attn-dp-size or --enable-dp-attention (--dp-size alone serves replicas)"
         )
     tp_group = head.tp_group if head.tp_size > 1 else None
     shard = head.shard_indices

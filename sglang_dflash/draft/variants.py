@@ -37,6 +37,19 @@ VARIANT_KEYS = {
     "swa_window_size": "Nemotron",
 }
 
+# Drafts that SGLang's own DFLASH worker computes: by architecture, by variant of `VARIANT_KEYS`, by field and value. It
+# cannot serve the others, because it ignores their fields and tensors without an error.
+SERVED_BY_STOCK = {
+    "architectures": ("DFlashLagunaForCausalLM", "LiLiCorrDraftModel"),
+    "variant": ("attention sinks", "scaled values"),
+    "projector_type": ("domino",),
+    "use_gemma_norm": (True,),
+    "hidden_act": ("swigluoai",),
+    "rope_is_neox_style": (False,),
+    "is_neox_style": (False,),
+}
+GIVE = "give a DFlash draft"
+
 # Keys that `dflash_config` may have. `output_multiplier` and `final_logit_softcapping` keep the order of logits. So for
 # DFlash they change no draft, but for DFlash 2 they change the selector's scores.
 KEYS = {
@@ -88,24 +101,38 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         raise NotSupported(
             f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {DFLASH} or {DFLASH_2}; "
-            f"give a DFlash draft, or {STOCK}"
+            f"{cure('architectures', *architectures)}"
         )
     dflash = config.get("dflash_config")
     if not isinstance(dflash, dict):
-        raise ValueError(f"{path}: config.json has no dflash_config object; this is not a DFlash draft")
-    for key, value in dflash.items():
-        if key not in KEYS and value not in (None, False, 0):
-            variant = next((name for mark, name in VARIANT_KEYS.items() if key.startswith(mark)), "an unknown variant")
-            raise NotSupported(f"{path}: dflash_config.{key}={value!r} belongs to {variant}, not to DFlash; {STOCK}")
+        raise ValueError(f"{path}: config.json has no dflash_config object, so this is not a DFlash draft; give one")
     projector = dflash.get("projector_type", config.get("projector_type"))
     if projector not in (None, "dflash"):
-        raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash; {STOCK}")
+        raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash; {cure('projector_type', projector)}")
+    for key, value in dflash.items():
+        if key not in KEYS and value not in (None, False, 0):
+            _refuse_key(path, key, value)
     if dflash.get("attention_mode", "gqa") not in ("gqa", "mha"):
-        raise NotSupported(f"{path}: dflash_config.attention_mode={dflash['attention_mode']!r} is not gqa; {STOCK}")
+        raise NotSupported(f"{path}: dflash_config.attention_mode={dflash['attention_mode']!r} is not gqa; {GIVE}")
     for key, expected in TOP_LEVEL.items():
         value = config.get(key, expected)
         if value not in (expected, None):
-            raise NotSupported(f"{path}: {key}={value!r} is not DFlash ({expected!r}); {STOCK}")
+            raise NotSupported(f"{path}: {key}={value!r} is not DFlash ({expected!r}); {cure(key, value)}")
+
+
+def cure(field: str, *values: Any) -> str:
+    """Return the cure for a draft with another drafter's field. SGLang's own worker is one if it computes the draft."""
+    is_served = len(values) == 1 and values[0] in SERVED_BY_STOCK.get(field, ())
+    return f"{GIVE}, or {STOCK}" if is_served else GIVE
+
+
+def _refuse_key(path: str, key: str, value: Any) -> None:
+    variant = next((name for mark, name in VARIANT_KEYS.items() if key.startswith(mark)), "")
+    unknown = f"remove the field if it does not change what the draft computes, else {GIVE}"
+    raise NotSupported(
+        f"{path}: dflash_config.{key}={value!r} belongs to {variant or 'an unknown variant'}, not to DFlash; "
+        f"{cure('variant', variant) if variant else unknown}"
+    )
 
 
 def _refuse_anchor_first(config: Mapping[str, Any], path: str, inside: str = "") -> None:

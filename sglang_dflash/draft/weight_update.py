@@ -85,7 +85,7 @@ def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int, block_siz
     if new.block_size < block_size:
         raise ValueError(
             f"{new.path}: block_size is {new.block_size}, and this server drafts blocks of {block_size}; "
-            "restart with it"
+            "restart the server with the new draft"
         )
     also = ["vocab_size"] if served.selector_rank else []
     if served.num_target_layers and new.num_target_layers:
@@ -93,4 +93,7 @@ def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int, block_siz
     for name in (*BUILT, *also):
         ours, theirs = vars(served)[name], vars(new)[name]
         if ours != theirs:
-            raise ValueError(f"{new.path}: {name} is {theirs}, and the draft being served has {ours}; restart with it")
+            raise ValueError(
+                f"{new.path}: {name} is {theirs}, and the draft being served has {ours}; restart the server with the "
+                "new draft"
+            )

@@ -58,7 +58,10 @@ def check_asked(_: None, request: GenerateReqInput) -> None:
         raise ValueError("lora_id is internal to SGLang; leave it out, and name an adapter in lora_path")
     n, n_prompts = request.parallel_sample_num, request.batch_size
     if n > 1 and n * n_prompts > MOST_ANSWERS:
-        raise ValueError(f"n is {n}, of {n_prompts} prompts; ask for at most {MOST_ANSWERS} answers at once")
+        raise ValueError(
+            f"n is {n} and the number of prompts {n_prompts}, which makes {n * n_prompts} answers; send a request for "
+            f"at most {MOST_ANSWERS}"
+        )
 
 
 def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
@@ -90,8 +93,8 @@ def check_labels(request: GenerateReqInput, manager: Any) -> None:
         unknown = set(request.custom_labels) - set(manager.metrics_collector.labels)
         if unknown:
             raise ValueError(
-                f"custom_labels has {', '.join(sorted(unknown))}, by which this server does not count; "
-                "leave it out, or name it in --tokenizer-metrics-allowed-custom-labels"
+                f"custom_labels has {', '.join(sorted(unknown))}, which the metrics of this server do not have; leave "
+                "it out, or start the server with it in --tokenizer-metrics-allowed-custom-labels"
             )
 
 
@@ -127,7 +130,8 @@ def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
     """Check the fields that are not sampling parameters. Raises ValueError, see `check_parameters`."""
     if asked.top_logprobs_num > vocab_size:
         raise ValueError(
-            f"{asked.top_logprobs_num} top log-probabilities of {vocab_size} tokens; ask for at most {vocab_size}"
+            f"top_logprobs_num (in OpenAI's API: top_logprobs or logprobs) is {asked.top_logprobs_num}; send at most "
+            f"{vocab_size}, the size of the vocabulary"
         )
     if asked.return_logprob and asked.logprob_start_len < -1:
         raise ValueError(f"logprob_start_len is {asked.logprob_start_len}; send a position, or -1 for the prompt's end")

@@ -64,7 +64,7 @@ class Arguments:
     tp_size: int
     pp_size: int
     attention_dp: bool
-    dp_size: int
+    attention_dp_size: int  # number of groups of data-parallel attention
     dp_lm_head: bool
     disaggregation: str
     num_steps: int | None
@@ -123,7 +123,7 @@ def arguments_of(server_args: Any) -> Arguments:
         tp_size=args.tp_size,
         pp_size=args.pp_size,
         attention_dp=attn_dp_enabled_of(args),
-        dp_size=args.dp_size,
+        attention_dp_size=args.attn_dp_size,
         dp_lm_head=args.enable_dp_lm_head,
         disaggregation=args.disaggregation_mode,
         num_steps=args.speculative_num_steps,

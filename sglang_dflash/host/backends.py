@@ -8,11 +8,12 @@ One difference is allowed: flashinfer uses the first slot's window for all slots
 layer attends to i more tokens than its window (at most N - 1). This may change drafts, but not answers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sglang_dflash.errors import NotSupported
+from sglang_dflash.errors import STOCK, NotSupported
 
 FLAG = "--speculative-draft-attention-backend"
+OWN_DTYPE = "--speculative-draft-kv-cache-dtype auto"  # keeps the draft's KV cache in the draft's dtype
 # Values of `--speculative-draft-kv-cache-dtype` for a cache in the draft's dtype, or in bf16.
 UNQUANTIZED = ("auto", "bf16", "bfloat16")
 PAGES = (16, 32, 64, 128)  # page sizes of trtllm_mha, in tokens
@@ -105,16 +106,31 @@ def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
     if asked is not None:
         reason = why_not(asked, needs)
         if reason:
-            raise NotSupported(f"{FLAG} {asked}: {reason}; use {' or '.join(fits) or 'another draft'}")
+            raise NotSupported(f"{FLAG} {asked}: {reason}; {_cure(asked, needs)}")
         return asked
     if target in fits and (BACKENDS[target].one_pass or not needs.whole_blocks):
         return target
     if fits:
         return fits[0]
-    raise NotSupported(
-        f"no draft attention backend fits this draft on {needs.device} with a KV cache of {needs.kv_dtype}; "
-        "--speculative-draft-kv-cache-dtype auto keeps its own dtype"
+    if any(needs.device in backend.devices for backend in BACKENDS.values()):
+        raise NotSupported(
+            f"no attention backend of this plugin can use a draft KV cache of {needs.kv_dtype} on {needs.device}; "
+            f"set {OWN_DTYPE}"
+        )
+    raise NotSupported(f"no attention backend of this plugin runs on {needs.device}; {STOCK}")
+
+
+def _cure(asked: str, needs: Needs) -> str:
+    """Return the flags to set in place of backend `asked`, which cannot run the draft."""
+    fits, by_own_dtype = (
+        [name for name in BACKENDS if not why_not(name, one)] for one in (needs, replace(needs, kv_dtype="auto"))
     )
+    ways = [f"use {' or '.join(fits)}"] if fits else []
+    if asked in by_own_dtype:
+        ways.append(f"set {OWN_DTYPE}")
+    elif by_own_dtype and not fits:
+        ways.append(f"use {' or '.join(by_own_dtype)} with {OWN_DTYPE}")
+    return ", or ".join(ways) or f"no backend of this plugin runs on {needs.device}, so {STOCK}"
 
 
 def why_not(name: str, needs: Needs) -> str:
@@ -126,12 +142,9 @@ def why_not(name: str, needs: Needs) -> str:
         return f"it does not run on {needs.device} ({', '.join(backend.devices)} only)"
     reads = needs.kv_dtype == "fp8_e4m3" and needs.device in backend.fp8_kv  # the only fp8 dtype of `append_context`
     if not backend.own_kv and needs.kv_dtype not in UNQUANTIZED and not reads:
-        return (
-            f"a draft KV cache of {needs.kv_dtype} cannot be written and read on {needs.device} "
-            "(--speculative-draft-kv-cache-dtype auto leaves it in the draft's own dtype)"
-        )
+        return f"it cannot use a draft KV cache of {needs.kv_dtype} on {needs.device}"
     if needs.slides_both_ways and not backend.slides_both_ways:
-        return "a non-causal sliding layer would give every slot the window of the block's last slot"
+        return "in non-causal sliding layers it would give every slot the window of the block's last slot"
     if backend.pages and needs.page_size is not None and needs.page_size not in backend.pages:
-        return f"it needs --page-size {', '.join(map(str, backend.pages))}, not {needs.page_size}"
+        return f"it needs a --page-size of {' or '.join(map(str, backend.pages))}, not {needs.page_size}"
     return ""

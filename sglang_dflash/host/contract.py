@@ -28,7 +28,7 @@ def require_seams() -> None:
     """
     version = importlib.import_module("sglang").__version__
     if version != SGLANG:
-        raise HostMismatch(_sentence(f"sglang {version} is installed"))
+        raise HostMismatch(f"sglang {version} is installed; sglang-dflash {__version__} needs sglang {SGLANG}")
     check(SECTIONS["seams"])
 
 
@@ -55,8 +55,9 @@ def require_hooks(*targets: str) -> None:
     for target in targets:
         if target not in HookRegistry._patched:
             raise HostMismatch(
-                f"sglang-dflash is installed but does not hook {target}: SGLANG_PLUGINS or SGLANG_PLATFORM excludes "
-                "it, or SGLang's log has the error; add sglang_dflash, or set SGLANG_DFLASH_WORKER=stock"
+                f"SGLang has not applied the hook of sglang-dflash to {target}; if SGLANG_PLUGINS is set, add "
+                "sglang_dflash to it; if SGLANG_PLATFORM names another platform, unset it; else see the error in "
+                "SGLang's log, or set SGLANG_DFLASH_WORKER=stock"
             )
 
 
@@ -91,7 +92,8 @@ def check(names: Iterable[Name]) -> None:
     """Check that the running SGLang has all `names`.
 
     Raises:
-        HostMismatch: a module, name or member is missing. The message names the first missing one.
+        HostMismatch: a module, name or member is missing, or a module that SGLang imports. The message names the
+            first missing one.
     """
     for name in names:
         found = _resolve(name)
@@ -99,17 +101,22 @@ def check(names: Iterable[Name]) -> None:
         for member in name.members.split():
             if member not in known:
                 kind = "parameter" if inspect.isroutine(found) else "member"
-                raise HostMismatch(_sentence(f"{name.qualname} has no {kind} {member!r}"))
+                raise HostMismatch(_sentence(f"{kind} {member!r} of {name.module}.{name.qualname}"))
 
 
 def _resolve(name: Name) -> Any:
     try:
         found = importlib.import_module(name.module)
-    except ModuleNotFoundError:
-        raise HostMismatch(_sentence(f"there is no module {name.module}")) from None
+    except ModuleNotFoundError as error:
+        if name.module.startswith(error.name or "."):
+            raise HostMismatch(_sentence(f"module {name.module}")) from None
+        raise HostMismatch(
+            f"{name.module} imports {error.name}, which is not installed; sglang-dflash {__version__} needs "
+            f"sglang {SGLANG} with its dependencies"
+        ) from error
     for part in name.qualname.split("."):
         if not hasattr(found, part):
-            raise HostMismatch(_sentence(f"{name.module} has no {name.qualname}"))
+            raise HostMismatch(_sentence(f"{name.module}.{name.qualname}"))
         found = getattr(found, part)
     return found
 
@@ -129,7 +136,6 @@ def _members(found: Any) -> set[str]:
     return members
 
 
-def _sentence(found: str) -> str:
+def _sentence(missing: str) -> str:
     version = importlib.import_module("sglang").__version__
-    subject = found if found.startswith("sglang ") else f"sglang {version}: {found}"
-    return f"{subject}; sglang-dflash {__version__} needs sglang {SGLANG}"
+    return f"sglang {version} lacks {missing}; sglang-dflash {__version__} needs the unmodified release sglang {SGLANG}"

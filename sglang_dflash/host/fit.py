@@ -18,8 +18,9 @@ def block_size(arguments: Arguments, draft: Checkpoint) -> int:
     asked = draft.block_size if arguments.block_size is None else arguments.block_size
     if not 2 <= asked <= draft.block_size:
         raise ValueError(
-            f"block size {asked} is not within 2..{draft.block_size}, what {draft.path} was trained for "
-            "(config.json: block_size); change or drop --speculative-num-draft-tokens"
+            f"block size {asked} is not within 2..{draft.block_size}: {draft.path} was trained for blocks of "
+            f"{draft.block_size} tokens (config.json: block_size); set --speculative-num-draft-tokens or "
+            f"--speculative-dflash-block-size to 2..{draft.block_size}, or drop both"
         )
     return asked
 
@@ -36,8 +37,9 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
         # The draft's sliding layers still attend only to their window.
         if arguments.draft_window is not None:
             raise NotSupported(
-                f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
-                "supported (K/V are transferred by the target's slots, and a window has ring buffers); drop the window"
+                "--speculative-draft-window-size is not supported with --disaggregation-mode "
+                f"{arguments.disaggregation} (K/V are sent in the target's KV slots, and a draft with a window has "
+                "ring buffers instead); drop --speculative-draft-window-size"
             )
         return None
     if arguments.draft_window is not None and arguments.draft_window < block_size:
@@ -50,15 +52,17 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
 
 def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
     """Check that the draft's heads can be split over the ranks that run the same requests, or raise ValueError."""
-    tp, over = arguments.tp_size, f"--tp-size {arguments.tp_size}"
+    n_ranks, flags, cure = arguments.tp_size, f"--tp-size {arguments.tp_size}", "set --tp-size to"
     if arguments.attention_dp:
-        tp //= arguments.dp_size
-        over += f" / --dp-size {arguments.dp_size}"
+        n_ranks //= arguments.attention_dp_size
+        flags += f", {arguments.attention_dp_size} groups of data-parallel attention"
+        cure = "use a --tp-size that gives each group"
     n_heads, kv = draft.num_attention_heads, draft.num_key_value_heads
-    if n_heads % tp or (kv % tp and tp % kv):
+    fits = [n for n in range(1, n_heads + 1) if n_heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    if n_ranks not in fits:
         raise ValueError(
-            f"{draft.path}: {n_heads} heads and {kv} KV heads cannot be split over {over}; "
-            f"use a --tp-size that divides both, or a multiple of {kv} that divides {n_heads}"
+            f"{draft.path}: {n_heads} heads and {kv} KV heads cannot be split over {n_ranks} ranks ({flags}); "
+            f"{cure} {' or '.join(map(str, fits))}"
         )
 
 
@@ -73,8 +77,8 @@ def load_format(arguments: Arguments) -> str | None:
     """
     if arguments.draft_load_format == DUMMY:
         raise NotSupported(
-            f"--speculative-draft-load-format {DUMMY} is not supported with DFLASH (a draft without weights is never "
-            "accepted); drop the flag: the draft is loaded from its files even with --load-format dummy"
+            f"--speculative-draft-load-format {DUMMY} is not supported with DFLASH (drafts of random weights are "
+            "rejected); drop the flag: the draft is loaded from its files even with --load-format dummy"
         )
     by_default = "auto" if arguments.load_format == DUMMY else None
     return arguments.draft_load_format or by_default
@@ -98,5 +102,5 @@ def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple
     if draft.borrowed:
         found.append(f"{draft.path}: {unused(draft.borrowed)}")
     if arguments.load_format == DUMMY:
-        found.append(f"--load-format {DUMMY} is the target's: the draft is loaded from {draft.path}")
+        found.append(f"--load-format {DUMMY} applies only to the target: the draft is loaded from {draft.path}")
     return tuple(found)

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_exec, get_schedule
 
-from sglang_dflash.errors import NotSupported
+from sglang_dflash.errors import STOCK, NotSupported
 from sglang_dflash.memory.sizes import ring_slots
 from sglang_dflash.memory.slots import DraftSlots, RingSlots, SharedSlots, rings_for
 
@@ -162,8 +162,9 @@ class Rings:
         slot_bytes = configurator.dflash_draft_cell_size_per_token
         if slot_bytes is None:
             raise NotSupported(
-                "SGLang has no size for a slot of the draft's KV (see its warning above), and a draft window needs it; "
-                "drop --speculative-draft-window-size"
+                "SGLang could not compute the size of a KV slot of the draft (see its warning above), which the "
+                f"draft's ring buffers need; {STOCK}, or drop --speculative-draft-window-size if only this flag sets a "
+                "window"
             )
         ring, n_requests = self.size, get_schedule().max_running_requests
         if configurator.mambaish_config is not None:

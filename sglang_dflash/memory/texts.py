@@ -32,7 +32,10 @@ def why_no_copies(copy: Copy, disaggregation: str) -> str:
         return f"SGLANG_DFLASH_COPY={copy}"
     reason = WITHOUT_TEXTS.get(disaggregation, "")
     if reason and copy is not Copy.AUTO:
-        raise NotSupported(f"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off")
+        raise NotSupported(
+            f"SGLANG_DFLASH_COPY={copy} is not supported with --disaggregation-mode {disaggregation} ({reason}); "
+            "set SGLANG_DFLASH_COPY to auto or off"
+        )
     return reason
 
 

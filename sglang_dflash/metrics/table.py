@@ -111,7 +111,7 @@ METRICS = (
         (),
         "Blocks drafted with less context than the draft window holds, because a cached prefix is not in the "
         "request's ring buffer. 0 without a draft window.",
-        "A large share of `committed_tokens_count`: serve without `--speculative-draft-window-size`.",
+        "A large share of `committed_tokens_count`: drop `--speculative-draft-window-size` if it is given.",
     ),
     Metric(
         "cut_committed_tokens_total",

@@ -62,9 +62,11 @@ class TargetReader:
         kinds = {type(layer) for layer in self.cache.layers}
         unknown = kinds - {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
         if unknown or not kinds:
+            names = ", ".join(sorted(kind.__name__ for kind in unknown))
+            why = f"its cache has layers of type {names}" if names else "it has no cache"
             raise ValueError(
-                f"{type(model).__name__} keeps its past in {sorted(kind.__name__ for kind in unknown) or 'no cache'}; "
-                "only layers that are either attention or recurrent can be undone"
+                f"{type(model).__name__} cannot take back rejected drafts, because {why}; give a target with full, "
+                "sliding-window or recurrent layers"
             )
         self.recurrent = [layer for layer in self.cache.layers if isinstance(layer, LinearAttentionLayer)]
         self.attending = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]

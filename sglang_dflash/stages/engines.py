@@ -72,9 +72,9 @@ def build_engines(
     engines = build_while_they_fit(widths, build, free_gib, float(reserve_gib[0]))
     if missing := sorted(set(widths) - set(engines)):
         logger.warning(
-            "widths %s are disabled, since their graphs leave too little memory; lower --mem-fraction-static or "
-            "--cuda-graph-max-bs-decode, or name fewer in SGLANG_DFLASH_WIDTHS",
-            missing,
+            "the verify widths %s are disabled, because their CUDA graphs would leave too little memory; lower "
+            "--mem-fraction-static or --cuda-graph-max-bs-decode, or name fewer widths in SGLANG_DFLASH_WIDTHS",
+            ", ".join(map(str, missing)),
         )
     return engines
 

@@ -59,5 +59,7 @@ def end_broken(reqs: Sequence[Req], tree: GrammarTree, vocab_size: int) -> None:
             logger.error("the grammar of request %s failed: %s", req.rid, error)
             req.grammar = None
             req.to_finish = FINISH_ABORT(
-                f"the grammar failed: {error}", HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+                f"the request's grammar failed: {error}; change it, or start the server with another --grammar-backend",
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                "InternalServerError",
             )

@@ -33,7 +33,7 @@ def keep_hidden_states(model: nn.Module) -> None:
     if not processors:
         raise NotSupported(
             f"{type(model).__name__} computes its logits without SGLang's LogitsProcessor, which keeps hidden states; "
-            "leave out --enable-return-hidden-states"
+            "leave out --enable-return-hidden-states and --return-hidden-states-mode"
         )
     for processor in processors:
         processor.keep_last_hidden_states = True

@@ -1,4 +1,4 @@
-"""Data-parallel attention (`--enable-dp-attention`): each group of ranks serves its own requests in attention layers.
+"""Data-parallel attention (`--attn-dp-size`): each group of ranks serves its own requests in attention layers.
 
 MLP and MoE layers process the token rows of all groups together. So a forward of the target involves all ranks, and a
 rank without requests runs a forward without rows. SGLang computes the number of a rank's rows as the rank's number of

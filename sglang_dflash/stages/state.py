@@ -109,8 +109,8 @@ class FoldState:
         pool = self.runner.req_to_token_pool.mamba_pool
         if not isinstance(pool, RecordPool):
             raise NotSupported(
-                f"SGLANG_DFLASH_GDN_STATE=fold needs SGLang's pool of recurrent states, found {type(pool).__name__}; "
-                "set SGLANG_DFLASH_GDN_STATE=snapshot"
+                "SGLANG_DFLASH_GDN_STATE=fold needs this plugin's pool of recurrent states, found "
+                f"{type(pool).__name__}; set SGLANG_DFLASH_GDN_STATE=snapshot"
             )
         cache = pool.mamba_cache
         self.states_LSHVK, self.record_LRNX = cache.temporal, cache.intermediate_ssm

@@ -80,10 +80,11 @@ class Chooser:
         if not self.is_suspected and n_drafted >= SUSPECT_BLOCKS and n_useful < SUSPECT_SHARE * n_drafted:
             self.is_suspected = True
             logger.warning(
-                "of %d drafted blocks %d had an accepted draft: the draft was trained for another target or text, or "
-                "its slots are shifted by one; run `sglang-dflash check --draft-steps 20` with the launch flags",
-                n_drafted,
+                "only %d of %d drafted blocks had an accepted draft: perhaps the draft was trained for another target "
+                "or other text, or its slots are shifted by one; run `sglang-dflash check --draft-steps 20` with the "
+                "launch flags",
                 n_useful,
+                n_drafted,
             )
 
     def describe(self) -> dict[str, Any]:
@@ -113,18 +114,22 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
     """
     if flags.width_policy is WidthPolicy.FIXED or (whole_blocks and flags.widths in ((), (block_size,))):
         return (block_size,)
-    for width in flags.widths:
-        if not 1 <= width <= max(block_size, WIDEST):
-            raise ValueError(f"SGLANG_DFLASH_WIDTHS: {width} is not within 1..{max(block_size, WIDEST)}; drop it")
-        if width > block_size and no_copies:
-            raise NotSupported(
-                f"SGLANG_DFLASH_WIDTHS: {width} exceeds the block of {block_size}, which only n-gram copies "
-                f"extend, and they are off ({no_copies}); drop it"
-            )
     if whole_blocks:
         raise NotSupported(
-            f"SGLANG_DFLASH_WIDTHS: whole blocks are verified ({whole_blocks}); set it to {block_size}, or drop it"
+            f"SGLANG_DFLASH_WIDTHS={','.join(map(str, flags.widths))}: this server verifies only whole blocks "
+            f"({whole_blocks}); set the variable to {block_size}, or unset it"
         )
+    most = block_size if no_copies else max(block_size, WIDEST)
+    for width in flags.widths:
+        if width > block_size and no_copies:
+            raise NotSupported(
+                f"SGLANG_DFLASH_WIDTHS: {width} exceeds the block of {block_size} (only n-gram copies extend a block, "
+                f"and they are off: {no_copies}); remove {width}, or unset the variable"
+            )
+        if not 1 <= width <= most:
+            raise ValueError(
+                f"SGLANG_DFLASH_WIDTHS: {width} is not within 1..{most}; remove {width}, or unset the variable"
+            )
     return flags.widths or (*(width for width in DEFAULT if width < block_size), block_size)
 
 

@@ -245,5 +245,5 @@ def test_int32_rows_and_wrong_arguments() -> None:
             copy_draft(tokens_BN, wrong)
     nowhere = Texts(*(tensor.to("meta") for tensor in texts))
     nowhere = nowhere._replace(text_QM=torch.empty(len(texts.text_QM), 1 << 26, dtype=torch.int32, device="meta"))
-    with pytest.raises(ValueError, match="texts of 67108864; pass 5, and less than 2"):
+    with pytest.raises(ValueError, match="texts of 67108864 tokens; pass 5 classes, and less than 2"):
         check_texts(Shapes(), nowhere)

@@ -216,7 +216,7 @@ def test_zero_query_reads_nothing_and_zero_key_adds_nothing(verify, fold, nothin
 
 def test_batch_padded_past_the_record_is_refused(device):
     x = inputs(3, 4, 1, 2, 8, 8, device)
-    with pytest.raises(ValueError, match="3 requests, padding included, and a record of 2 rows"):
+    with pytest.raises(ValueError, match="3 requests, padding included, exceed a record of 2 rows"):
         gdn_verify_triton(*arguments(x | {"record_RNX": x["record_RNX"][:2]}))
 
 

@@ -67,7 +67,7 @@ def test_fatal_requests_are_refused_by_name(ours: Server, off: Server, kind: str
 def test_fatal_labels_are_refused_by_name(ours: Server) -> None:
     status, text = answer_to(ours, NO_LABEL["custom_labels-unknown"])
     assert status == 400
-    assert "custom_labels has team, by which this server does not count" in text
+    assert "custom_labels has team, which the metrics of this server do not have" in text
     assert ours.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
 
 

@@ -102,7 +102,7 @@ def test_draft_that_does_not_fit_is_refused(whole: Server, tmp_path: Path) -> No
     (folder / "config.json").write_text(config.replace('"mask_token_id": 3', '"mask_token_id": 4'))
     refused = post(whole, "/update_weights_from_disk", {"model_path": str(folder)})
     assert refused.status_code == 400
-    assert "mask_token_id is 4, and the draft being served has 3; restart with it" in refused.json()["message"]
+    assert "mask_token_id is 4, and the draft being served has 3; restart the server" in refused.json()["message"]
     assert whole.generate([5], max_new_tokens=4).token_ids
 
 

@@ -21,7 +21,7 @@ TARGET = TargetFacts(
 ARGUMENTS = Arguments(
     draft_path="draft", draft_revision=None, block_size=None, draft_window=None, draft_backend=None,
     target_backend="fa3", draft_kv_dtype="auto", draft_quantization=None, device="sm90", tp_size=1, pp_size=1,
-    attention_dp=False, dp_size=1, dp_lm_head=False, disaggregation="null", num_steps=None, topk=None,
+    attention_dp=False, attention_dp_size=1, dp_lm_head=False, disaggregation="null", num_steps=None, topk=None,
     accept_thresholds=(1.0, 1.0), unsupported=(), sized_after_capture=False, streaming_session=False, page_size=None,
 )  # fmt: skip
 FLAGS, FP8_HEAD = flags.read({}), flags.read({"SGLANG_DFLASH_DRAFT_HEAD": "fp8"})
@@ -76,7 +76,7 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
     ("changes", "error", "sentence"),
     [
         ({"draft_path": None}, ValueError, "DFLASH needs a draft model; give --speculative-draft-model-path"),
-        ({"block_size": 9}, ValueError, r"block size 9 is not within 2\.\.8, .* change or drop --speculative-num-dra"),
+        ({"block_size": 9}, ValueError, r"block size 9 is not within 2\.\.8: .*-block-size to 2\.\.8, or drop both$"),
         ({"block_size": 1}, ValueError, r"block size 1 is not within 2\.\.8"),
         ({"draft_window": 7}, ValueError, "--speculative-draft-window-size 7 is smaller than the block of 8; give at"),
         (
@@ -89,20 +89,23 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         ({"accept_thresholds": (1.0, 0.5)}, NotSupported, "--speculative-accept-threshold-acc 0.5 would change"),
         ({"draft_quantization": "awq"}, NotSupported, "--speculative-draft-model-quantization awq .* give fp8 or unq"),
         ({"pp_size": 2}, NotSupported, "--pp-size 2: .* use --pp-size 1"),
-        ({"attention_dp": True}, NotSupported, "without --enable-dp-lm-head .*; add the flag"),
+        ({"attention_dp": True}, NotSupported, "without --enable-dp-lm-head .*; add --enable-dp-lm-head"),
         (
-            {"attention_dp": True, "dp_lm_head": True, "tp_size": 6, "dp_size": 2}, ValueError,
-            "4 heads and 2 KV heads cannot be split over --tp-size 6 / --dp-size 2",
+            {"attention_dp": True, "dp_lm_head": True, "tp_size": 6, "attention_dp_size": 2}, ValueError,
+            r"over 3 ranks \(--tp-size 6, 2 groups of .*\); use a --tp-size that gives each group 1 or 2 or 4$",
         ),
         (
             {"disaggregation": "decode", "draft_window": 64}, NotSupported,
-            "--speculative-draft-window-size with --disaggregation-mode decode is not supported .*; drop the window",
+            "--speculative-draft-window-size is not supported with --disaggregation-mode decode .*; drop --spec",
         ),
-        ({"tp_size": 3}, ValueError, "4 heads and 2 KV heads cannot be split over --tp-size 3"),
-        ({"tp_size": 8}, ValueError, "cannot be split over --tp-size 8"),
-        ({"draft_backend": "trtllm_mha", "page_size": 1}, NotSupported, "trtllm_mha: it needs --page-size 16, 32, 64"),
-        ({"draft_kv_dtype": "fp8_e5m2", "draft_backend": "fa3"}, NotSupported, "KV cache of fp8_e5m2 cannot be"),
-        ({"draft_kv_dtype": "fp8_e4m3", "device": "sm80"}, NotSupported, "no draft attention backend fits .* on sm80"),
+        (
+            {"tp_size": 3}, ValueError,
+            r"4 heads and 2 KV heads cannot be split over 3 ranks \(--tp-size 3\); set --tp-size to 1 or 2 or 4$",
+        ),
+        ({"tp_size": 8}, ValueError, "cannot be split over 8 ranks"),
+        ({"draft_backend": "trtllm_mha", "page_size": 1}, NotSupported, "trtllm_mha: it needs a --page-size of 16 or"),
+        ({"draft_kv_dtype": "fp8_e5m2", "draft_backend": "fa3"}, NotSupported, "cannot use a draft KV cache of fp8_e5"),
+        ({"draft_kv_dtype": "fp8_e4m3", "device": "sm80"}, NotSupported, "can use a draft KV cache of .* on sm80; set"),
         ({"draft_backend": "torch_native"}, NotSupported, "torch_native: it does not run on sm90"),
     ],
     ids=str,
@@ -132,14 +135,14 @@ def test_streaming_sessions_with_pages_refuse_a_window(draft):
     asked = replace(ARGUMENTS, streaming_session=True, draft_window=64)
     combine(replace(asked, page_size=1), TARGET, draft, FLAGS)
     combine(replace(asked, page_size=16, draft_window=None), TARGET, draft, FLAGS)
-    with pytest.raises(NotSupported, match=r"a draft window and --page-size 16 .* use --page-size 1"):
+    with pytest.raises(NotSupported, match=r"a draft window of 64 tokens and a page size of 16 .* set --page-size 1"):
         combine(replace(asked, page_size=16), TARGET, draft, FLAGS)
 
 
 def test_sizing_after_capture_refuses_a_window(draft):
     asked = replace(ARGUMENTS, sized_after_capture=True)
     combine(asked, TARGET, draft, FLAGS)
-    with pytest.raises(NotSupported, match=r"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window .* set it to 0"):
+    with pytest.raises(NotSupported, match=r"a draft window of 64 .*; set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0$"):
         combine(replace(asked, draft_window=64), TARGET, draft, FLAGS)
 
 
@@ -218,14 +221,14 @@ def test_outlines_is_refused():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"device": "sm80"}, "needs an NVIDIA GPU of compute capability 8.9 or more, found sm80; set it to full"),
-        ({"device": "rocm"}, "found rocm; set it to full"),
-        ({"load_format": "flash_rl"}, "with --load-format flash_rl is not supported .*; set it to full"),
+        ({"device": "sm80"}, "needs an NVIDIA GPU of compute capability 8.9 or more, found sm80"),
+        ({"device": "rocm"}, "found rocm"),
+        ({"load_format": "flash_rl"}, "with --load-format flash_rl is not supported .*"),
     ],
 )
 def test_an_fp8_head_is_refused_where_unsupported(changes, sentence):
     check_arguments(replace(ARGUMENTS, **changes), FLAGS)
-    with pytest.raises(NotSupported, match=f"^SGLANG_DFLASH_DRAFT_HEAD=fp8 .*{sentence}"):
+    with pytest.raises(NotSupported, match=f"^SGLANG_DFLASH_DRAFT_HEAD=fp8 .*{sentence}; set .*HEAD=full$"):
         check_arguments(replace(ARGUMENTS, **changes), FP8_HEAD)
     for device in ("cpu", "undecided", "sm89", "sm90", "sm100"):
         check_arguments(replace(ARGUMENTS, device=device), FP8_HEAD)
@@ -280,7 +283,7 @@ def test_widths_copies_and_states_follow_from_the_launch(draft, target, argument
     ],
 )
 def test_narrow_widths_are_refused_before_weights_load(draft, target, arguments, reason):
-    refusal = rf"^SGLANG_DFLASH_WIDTHS: whole blocks are verified \({reason}\); set it to 8, or drop it$"
+    refusal = rf"^SGLANG_DFLASH_WIDTHS=4: this server .*\({reason}\); set the variable to 8, or unset it$"
     with pytest.raises(NotSupported, match=refusal):
         decided(draft, target, arguments, widths="4")
     assert decided(draft, target, arguments, widths="8").widths == (8,)
@@ -289,7 +292,7 @@ def test_narrow_widths_are_refused_before_weights_load(draft, target, arguments,
 
 def test_copies_may_widen_a_step_past_the_block(draft):
     assert decided(draft, {}, {}, widths="4,24").widest == 24
-    with pytest.raises(NotSupported, match=r"24 exceeds the block of 8, .*SGLANG_DFLASH_COPY=off"):
+    with pytest.raises(NotSupported, match=r"24 exceeds the block of 8 .*: SGLANG_DFLASH_COPY=off\)"):
         decided(draft, {}, {}, widths="4,24", copy="off")
-    with pytest.raises(NotSupported, match=r"24 exceeds the block of 8, .*a prefill server does not decode"):
+    with pytest.raises(NotSupported, match=r"24 exceeds the block of 8 .*: a prefill server does not decode\)"):
         decided(draft, {}, {"disaggregation": "prefill"}, widths="4,24")

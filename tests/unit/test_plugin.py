@@ -66,12 +66,13 @@ def test_another_sglang_ends_the_process(monkeypatch, sglang):
     with pytest.raises(SystemExit) as end:
         plugin.register()
     assert str(end.value).startswith("sglang 0.5.24 is installed; sglang-dflash ")
-    assert str(end.value).endswith("; install that one, or set SGLANG_DFLASH_WORKER=stock")
+    assert str(end.value).endswith("; install that release, or set SGLANG_DFLASH_WORKER=stock")
     assert not isinstance(end.value, Exception)
 
 
-def test_another_sglang_with_the_stock_worker_is_left_alone(monkeypatch, sglang):
-    monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
+@pytest.mark.parametrize("value", ["stock", "Stock"])  # as in `flags`, in any case
+def test_another_sglang_with_the_stock_worker_is_left_alone(value, monkeypatch, sglang):
+    monkeypatch.setenv("SGLANG_DFLASH_WORKER", value)
     plugin.register()
 
 
@@ -80,10 +81,10 @@ def test_another_sglang_with_the_stock_worker_is_left_alone(monkeypatch, sglang)
     [
         (Name("sglang.bag", "Bag", "taken take"), ""),
         (Name("sglang.bag", "Bag.take", "count"), ""),
-        (Name("sglang.bag", "Bag.take", "count weight"), "Bag.take has no parameter 'weight'"),
-        (Name("sglang.bag", "Bag", "given"), "Bag has no member 'given'"),
-        (Name("sglang.bag", "Bag.give"), "sglang.bag has no Bag.give"),
-        (Name("sglang.sack", "Sack"), "there is no module sglang.sack"),
+        (Name("sglang.bag", "Bag.take", "count weight"), "parameter 'weight' of sglang.bag.Bag.take"),
+        (Name("sglang.bag", "Bag", "given"), "member 'given' of sglang.bag.Bag"),
+        (Name("sglang.bag", "Bag.give"), "sglang.bag.Bag.give"),
+        (Name("sglang.sack", "Sack"), "module sglang.sack"),
     ],
 )
 def test_each_name_of_sglang_is_checked(name, sentence, sglang):
@@ -92,7 +93,15 @@ def test_each_name_of_sglang_is_checked(name, sentence, sglang):
         return
     with pytest.raises(HostMismatch) as mismatch:
         host.check([name])
-    assert str(mismatch.value).startswith(f"sglang 0.5.24: {sentence}; sglang-dflash ")
+    assert str(mismatch.value).startswith(f"sglang 0.5.24 lacks {sentence}; sglang-dflash ")
+    assert str(mismatch.value).endswith(" needs the unmodified release sglang 0.5.23")
+
+
+def test_a_missing_dependency_of_sglang_is_named(sglang, monkeypatch, tmp_path):
+    (tmp_path / "sack.py").write_text("import a_module_that_is_missing")
+    monkeypatch.setattr(sglang, "__path__", [str(tmp_path)], raising=False)
+    with pytest.raises(HostMismatch, match=r"^sglang\.sack imports a_module_that_is_missing, which is not installed; "):
+        host.check([Name("sglang.sack", "Sack")])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +169,7 @@ def test_several_tokenizer_processes_use_the_checking_app(monkeypatch):
 def test_metrics_start_only_with_sglangs_own(monkeypatch, sglang):
     monkeypatch.setitem(plugin.SECTIONS, "metrics", (Name("sglang.bag", "Bag", "given"),))
     plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=False))
-    with pytest.raises(HostMismatch, match="Bag has no member 'given'"):
+    with pytest.raises(HostMismatch, match="lacks member 'given' of sglang"):
         plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
 
 

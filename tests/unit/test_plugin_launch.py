@@ -36,8 +36,8 @@ def dflash(**fields: Any) -> dict[str, Any]:
 BAD = {
     # flags
     "block longer than trained": Bad(
-        "ValueError: block size 16 is not within 2..8, what {draft} was trained for (config.json: block_size); "
-        "change or drop --speculative-num-draft-tokens",
+        "ValueError: block size 16 is not within 2..8: {draft} was trained for blocks of 8 tokens (config.json: "
+        "block_size); set --speculative-num-draft-tokens or --speculative-dflash-block-size to 2..8, or drop both",
         "--speculative-num-draft-tokens 16",
     ),
     "block of one": Bad("ValueError: block size 1 is not within 2..8", "--speculative-num-draft-tokens 1"),
@@ -60,18 +60,19 @@ BAD = {
         "ValueError: SGLANG_DFLASH_WIDTHS: 33 is not within 1..32", env={"SGLANG_DFLASH_WIDTHS": "4,33"}
     ),
     "width beyond the block": Bad(
-        "NotSupported: SGLANG_DFLASH_WIDTHS: 17 exceeds the block of 8, which only n-gram copies extend",
+        "NotSupported: SGLANG_DFLASH_WIDTHS: 17 exceeds the block of 8 (only n-gram copies extend a block, and they "
+        "are off: SGLANG_DFLASH_COPY=off); remove 17, or unset the variable",
         env={"SGLANG_DFLASH_WIDTHS": "4,17", "SGLANG_DFLASH_COPY": "off"},
     ),
     "widths of a Mamba2 target": Bad(
-        "NotSupported: SGLANG_DFLASH_WIDTHS: whole blocks are verified (SGLang locates the recurrent states of "
-        "this target by the block size); set it to 8, or drop it",
+        "NotSupported: SGLANG_DFLASH_WIDTHS=4: this server verifies only whole blocks (SGLang locates the recurrent "
+        "states of this target by the block size); set the variable to 8, or unset it",
         env={"SGLANG_DFLASH_WIDTHS": "4"},
         target="mamba2",
     ),
     "widths with attention data parallelism": Bad(
-        "NotSupported: SGLANG_DFLASH_WIDTHS: whole blocks are verified (ranks of attention data parallelism "
-        "share one width); set it to 8, or drop it",
+        "NotSupported: SGLANG_DFLASH_WIDTHS=4: this server verifies only whole blocks (ranks of attention data "
+        "parallelism share one width); set the variable to 8, or unset it",
         ATTENTION_DP,
         env={"SGLANG_DFLASH_WIDTHS": "4"},
     ),
@@ -83,7 +84,7 @@ BAD = {
         "NotSupported: --enable-linear-replayssm-spec is not supported with DFLASH", "--enable-linear-replayssm-spec"
     ),
     "pools sized after capture": Bad(
-        "NotSupported: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported",
+        "NotSupported: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 is not supported with a draft window of 64 tokens",
         "--speculative-draft-window-size 64",
         env={"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
     ),
@@ -94,16 +95,22 @@ BAD = {
         "--speculative-draft-attention-backend fa4",
     ),
     "fp8 draft cache": Bad(
-        "NotSupported: no draft attention backend fits this draft on cpu", "--speculative-draft-kv-cache-dtype fp8_e4m3"
+        "NotSupported: no attention backend of this plugin can use a draft KV cache of fp8_e4m3 on cpu",
+        "--speculative-draft-kv-cache-dtype fp8_e4m3",
     ),
     "heads that cannot be split": Bad("ValueError: {draft}: 4 heads and 2 KV heads cannot be split", "--tp-size 3"),
+    "heads that the ranks of a group cannot split": Bad(
+        "ValueError: {draft}: 4 heads and 2 KV heads cannot be split over 3 ranks (--tp-size 6, 2 groups of "
+        "data-parallel attention); use a --tp-size that gives each group 1 or 2 or 4",
+        "--tp-size 6 --dp-size 2 --enable-dp-attention --enable-dp-lm-head",
+    ),
     "a window and disaggregation": Bad(
-        "NotSupported: --speculative-draft-window-size with --disaggregation-mode prefill is not supported",
+        "NotSupported: --speculative-draft-window-size is not supported with --disaggregation-mode prefill",
         "--disaggregation-mode prefill --speculative-draft-window-size 64",
     ),
     "a draft without weights": Bad(
-        "NotSupported: --speculative-draft-load-format dummy is not supported with DFLASH (a draft without weights is "
-        "never accepted); drop the flag: the draft is loaded from its files even with --load-format dummy",
+        "NotSupported: --speculative-draft-load-format dummy is not supported with DFLASH (drafts of random weights "
+        "are rejected); drop the flag: the draft is loaded from its files even with --load-format dummy",
         "--load-format dummy --speculative-draft-load-format dummy",
     ),
     "unknown strategy under its old name": Bad(
@@ -114,7 +121,7 @@ BAD = {
         "ValueError: SGLANG_DFLASH_WROKER is not a variable of sglang-dflash", env={"SGLANG_DFLASH_WROKER": "stock"}
     ),
     "unknown worker": Bad(
-        "ValueError: SGLANG_DFLASH_WORKER='ours' is not one of plugin, stock; set one of them",
+        "ValueError: SGLANG_DFLASH_WORKER='ours' is not one of plugin, stock; set one of them, or unset it",
         env={"SGLANG_DFLASH_WORKER": "ours"},
     ),
     "unknown switch value": Bad(
@@ -153,7 +160,7 @@ BAD = {
         target="dense",
     ),
     "a reduced vocabulary": Bad(
-        "NotSupported: {draft}: draft_vocab_size 64 of 128: a reduced vocabulary is not supported; train the",
+        "NotSupported: {draft}: draft_vocab_size 64 is not vocab_size 128: a reduced vocabulary is not supported",
         draft={"architectures": ["DFlashSpeculator"], "draft_vocab_size": 64}
         | {"transformer_layer_config": {"vocab_size": 128}},
     ),

@@ -94,7 +94,7 @@ def test_a_tensor_that_is_stored_twice_is_refused(checkpoints, folder, file):
     checkpoints.write_tensors(
         folder, {"model.norm.weight": [64]} | (shapes if file == "model.safetensors" else {}), file
     )
-    refused(folder, rf"{file} has (model\.)?norm\.weight, and .*/model\.safetensors has norm\.weight too; remove one")
+    refused(folder, rf"norm\.weight is stored in .*, and as (model\.)?norm\.weight in .*{file}; remove one of them")
 
 
 def test_dtypes_of_torch_and_of_older_transformers(checkpoints, tmp_path):
@@ -131,18 +131,25 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
     ("changes", "error", "sentence"),
     [
         ({"architectures": None}, NotSupported, "architecture is missing"),
-        ({"dflash_config": {"lilicorr_enabled": True}}, NotSupported, "lilicorr_enabled=True belongs to LiLiCorr"),
+        ({"dflash_config": {"lilicorr_enabled": True}}, NotSupported, "belongs to LiLiCorr, .*; give a DFlash draft$"),
         ({"dflash_config": {"projector_type": "domino"}}, NotSupported, "projector_type='domino' is not DFlash"),
-        ({"projector_type": "domino"}, NotSupported, "projector_type='domino' is not DFlash"),
-        ({"dflash_config": {"attention_sink_bias": True}}, NotSupported, "belongs to attention sinks"),
-        ({"dflash_config": {"tomorrow": 1}}, NotSupported, "tomorrow=1 belongs to an unknown variant"),
-        ({"dflash_config": {"attention_mode": "mla"}}, NotSupported, "attention_mode='mla' is not gqa"),
-        ({"use_gemma_norm": True}, NotSupported, "use_gemma_norm=True is not DFlash"),
-        ({"rope_is_neox_style": False}, NotSupported, "rope_is_neox_style=False is not DFlash"),
+        ({"projector_type": "domino"}, NotSupported, "projector_type='domino' is not DFlash; .* SGLANG_DFLASH_WORKER"),
+        ({"projector_type": "mlp"}, NotSupported, "projector_type='mlp' is not DFlash; give a DFlash draft$"),
+        (
+            {"dflash_config": {"attention_sink_bias": True}}, NotSupported,
+            "belongs to attention sinks, .* set SGLANG_DFLASH_WORKER=stock",
+        ),
+        (
+            {"dflash_config": {"tomorrow": 1}}, NotSupported,
+            "tomorrow=1 belongs to an unknown variant, .*; remove the field if",
+        ),
+        ({"dflash_config": {"attention_mode": "mla"}}, NotSupported, "'mla' is not gqa; give a DFlash draft$"),
+        ({"use_gemma_norm": True}, NotSupported, "use_gemma_norm=True is not DFlash .*WORKER=stock to"),
+        ({"rope_is_neox_style": False}, NotSupported, "rope_is_neox_style=False is not .*WORKER=stock to"),
         ({"rope_parameters": {"rope_type": "longrope"}}, NotSupported, "rope_type='longrope' is not one of default,"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, NotSupported,
-            r"has a rope for each kind of layer \(full_attention\), .* write its fields directly",
+            r"rope for each kind of layer \(full_attention\), .* write the fields directly into rope_parameters, else",
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0}}, ValueError,
@@ -155,7 +162,10 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"rms_norm_eps": "1e-6"}, ValueError, "rms_norm_eps '1e-6' is not a number above 0"),
         ({"dtype": "bf16"}, ValueError, "dtype is 'bf16', not one of bfloat16, "),
         ({"architectures": "DFlashDraftModel"}, ValueError, "architectures is 'DFlashDraftModel', not a list"),
-        ({"hidden_act": "swigluoai"}, NotSupported, "hidden_act='swigluoai' is not DFlash"),
+        ({"hidden_act": "swigluoai"}, NotSupported, "hidden_act='swigluoai' is not DFlash .*WORKER=stock to"),
+        ({"hidden_act": "gelu"}, NotSupported, r"hidden_act='gelu' is not DFlash \('silu'\); give a DFlash draft$"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, NotSupported, "is LiLiCorrDraftModel, not .*WORKER=stock to serve"),
+        ({"architectures": ["LlamaForCausalLM"]}, NotSupported, "LlamaForCausalLM, not .*; give a DFlash draft$"),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, NotSupported,
             r"is compressed-tensors, int-quantized: quantized draft checkpoints are not supported; give the "
@@ -168,13 +178,16 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"dflash_config": {"target_layer_ids": [1, 1]}}, ValueError, "do not increase"),
         ({"dflash_config": {"target_layer_ids": "0,2"}}, ValueError, "not a list of layer numbers"),
         ({"layer_types": ["full_attention"]}, ValueError, "layer_types has 1 entries for num_hidden_layers=2"),
-        ({"layer_types": ["mamba", "full_attention"]}, NotSupported, "layer_types has 'mamba'"),
+        ({"layer_types": ["mamba", "full_attention"]}, NotSupported, "'mamba', .*; give a DFlash draft$"),
         ({"layer_types": ["sliding_attention"] * 2}, ValueError, "config.json has no sliding_window"),
         ({"num_key_value_heads": 3}, ValueError, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"intermediate_size": 128}, ValueError, r"mlp\.gate_proj\.weight has shape \[96, 64\], .*s \[128, 64\]"),
         ({"dflash_config": {"target_layer_ids": [0, 1, 2]}}, ValueError, r"fc\.weight has shape \[64, 128\]"),
         ({"num_hidden_layers": 3, "layer_types": None}, ValueError, r"11 of 36 tensors are missing, .* layers\.2\."),
-        ({"num_hidden_layers": 1, "layer_types": None}, NotSupported, r"11 tensors are not part .* layers\.1\."),
+        (
+            {"num_hidden_layers": 1, "layer_types": None}, NotSupported,
+            r"11 tensors are not part .* layers\.1\..*; correct config.json",
+        ),
         ({"attention_bias": True}, ValueError, r"8 of 33 tensors are missing, .*k_proj\.bias"),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
@@ -217,7 +230,7 @@ def test_broken_draft_folders_are_refused(folder):
     weights.write_bytes(whole[:-100])
     refused(folder, "cannot be read as safetensors")
     weights.rename(folder / "pytorch_model.bin")
-    refused(folder, r"holds pytorch_model\.bin, and only safetensors are loaded")
+    refused(folder, r"holds pytorch_model\.bin, and only safetensors are loaded; convert it to safetensors")
     (folder / "pytorch_model.bin").unlink()
     refused(folder, r"no \*\.safetensors; fetch the draft's weights")
     index = folder / "model.safetensors.index.json"

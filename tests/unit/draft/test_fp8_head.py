@@ -125,9 +125,9 @@ def test_an_fp8_copy_of_another_head_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(f"{target_ends.__module__}.get_parallel", lambda: SimpleNamespace(attn_dp_enabled=False))
     embedding, quantized = nn.Embedding(5, 4), Head()
     del quantized.weight
-    for head, kind in ((embedding, "its embedding"), (quantized, "quantized")):
+    for head, kind in ((embedding, "a plain torch embedding"), (quantized, "quantized")):
         model = SimpleNamespace(lm_head=head, get_input_embeddings=lambda: embedding)
-        with pytest.raises(NotSupported, match=rf"^SGLANG_DFLASH_DRAFT_HEAD=fp8 copies plain .* is {kind}; set it to"):
+        with pytest.raises(NotSupported, match=f"^SGLANG_DFLASH_DRAFT_HEAD=fp8 cannot copy .* is {kind}; set SGLANG"):
             target_ends(model, fp8_head=True)
     plain = target_ends(SimpleNamespace(lm_head=Head(), get_input_embeddings=lambda: embedding), fp8_head=True)
     assert plain.fp8_head is not None

@@ -90,10 +90,11 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "mrope_section without rope_dim": (
-        {"rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}}, NotSupported, "mrope_section without rope_dim=16",
+        {"rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}}, NotSupported,
+        "no rope_dim. .*; add rope_dim=16 to rope_parameters if",
     ),
     "partial_rotary_factor": (
-        {"partial_rotary_factor": 0.25}, NotSupported, "partial_rotary_factor or mrope_section without rope_dim=16",
+        {"partial_rotary_factor": 0.25}, NotSupported, "has partial_rotary_factor or mrope_section, but no rope_dim",
     ),
     "rope_dim": ({"rope_parameters": ROPE | {"rope_dim": 8}}, NotSupported, "rope_dim=8 is not the head width 16"),
     "no num_key_value_heads": ({"num_key_value_heads": None}, ValueError, "config.json has no num_key_value_heads"),
@@ -106,8 +107,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         ValueError, "sliding_window 4 is smaller than block_size 8; fix config.json",
     ),
     "gating": ({"gating": "x"}, NotSupported, "gating='x' is not DFlash"),
-    "gru_hidden": ({"dflash_config": {"gru_hidden": 8}}, NotSupported, "gru_hidden=8 belongs to Domino"),
-    "markov_order": ({"dflash_config": {"markov_order": 2}}, NotSupported, "markov_order=2 belongs to DSpark"),
+    "gru_hidden": ({"dflash_config": {"gru_hidden": 8}}, NotSupported, "belongs to Domino, .*; give a DFlash draft$"),
+    "markov_order": ({"dflash_config": {"markov_order": 2}}, NotSupported, "to DSpark, .*; give a DFlash draft$"),
     "num_experts": ({"num_experts": 8}, NotSupported, "num_experts=8 is not DFlash"),
     "another architecture": (
         {"architectures": ["DSparkDraftModel"]},
@@ -117,28 +118,31 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         {"architectures": ["DFlashDraftModel", "DFlash2DraftModel"]}, NotSupported, "architecture is DFlashDr.*, DFla",
     ),
     "DFlash 2 without a selector": (
-        {"architectures": ["DFlash2DraftModel"]}, ValueError, "DFlash2DraftModel with a selector_rank of 0",
+        {"architectures": ["DFlash2DraftModel"]}, ValueError,
+        "DFlash2DraftModel is DFlash 2, but selector_rank is 0 or missing; write",
     ),
     "DFlash with a selector": (
-        {"dflash_config": {"selector_rank": 8, "selector_top_k": 4}}, ValueError, "DFlashDraftModel with a selector_r",
+        {"dflash_config": {"selector_rank": 8, "selector_top_k": 4}}, ValueError,
+        "selector_rank is 8, but DFlashDraftModel has no candidate selector; correct",
     ),
     "candidates without a rank": (
-        {"dflash_config": {"selector_top_k": 4}}, ValueError, "found only one of selector_rank and selector_top_k",
+        {"dflash_config": {"selector_top_k": 4}}, ValueError,
+        "config.json sets only one of selector_rank and selector_top_k",
     ),
     "groups without taps": (
         {"dflash_config": {"conv_group_size": 16}}, ValueError,
-        "found only one of conv_kernel_size and conv_group_size",
+        "config.json sets only one of conv_kernel_size and conv_group_size",
     ),
     "groups that do not fit": (
         {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 12}}, ValueError, "12 does not divide hidden_size",
     ),
     "more candidates than tokens": (
         {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND | {"selector_top_k": 200}},
-        ValueError, "selector_top_k 200 of a vocab_size of 128",
+        ValueError, "selector_top_k 200 exceeds vocab_size 128",
     ),
     "a selector without vocab_size": (
         {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND, "vocab_size": None},
-        ValueError, "selector_top_k 4 of a vocab_size of None",
+        ValueError, "has selector_top_k, but no vocab_size; add vocab_size",
     ),
     "output_multiplier below 0": (
         {"dflash_config": {"output_multiplier": -1.0}}, ValueError, "output_multiplier -1.0 is not a number above 0",
@@ -154,10 +158,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "causal full layers": (
         {"dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True on full_attention layers is not",
     ),
-    "is_causal full layers": ({"is_causal": True}, NotSupported, "is_causal=True on full_attention layers is not DFla"),
+    "is_causal full layers": ({"is_causal": True}, NotSupported, "is_causal=True on full_attention .*WORKER=stock"),
     "sliding layers, causal only in dflash_config": (
         WINDOW | {"layer_types": [SLIDING, SLIDING], "dflash_config": {"causal": False}},
-        NotSupported, "dflash_config.causal=False on sliding_attention layers is not DFlash",
+        NotSupported,
+        "dflash_config.causal=False on sliding_attention layers is not DFlash .*; set is_causal=false if its sliding",
     ),
     "one is_causal for layers of two kinds": (
         WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": True}, NotSupported, "is_causal=True on full_attention",
@@ -202,6 +207,22 @@ def test_all_readers_refuse_alike(case: str, write: Callable) -> None:
     config = json.loads((folder / "config.json").read_text())
     with pytest.raises(error, match=sentence):
         checkpoint.parse(config, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("rope_parameters", {"partial_rotary_factor": 0.25}),
+        ("rope_parameters", {"partial_rotary_factor": 0.25, "rope_parameters": None, "rope_theta": 1e6}),
+        ("rope_scaling", {"rope_parameters": None, "rope_scaling": {"type": "default", "mrope_section": [3, 3, 2]}}),
+    ],
+)
+def test_the_named_field_confirms_whole_heads(field: str, given: dict[str, Any], write: Callable) -> None:
+    config = json.loads((write(given) / "config.json").read_text())
+    with pytest.raises(NotSupported, match=f"add rope_dim=16 to {field} if it rotates whole heads"):
+        checkpoint.parse(config, "the draft")
+    config[field] = (config.get(field) or {}) | {"rope_dim": 16}
+    assert checkpoint.parse(config, "the draft").rope_parameters["rope_type"] == "default"
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ import itertools
 import pytest
 import torch
 
-from sglang_dflash.errors import NotSupported
+from sglang_dflash.errors import STOCK, NotSupported
 from sglang_dflash.host.arguments import device_of
 from sglang_dflash.host.backends import BACKENDS, Needs, resolve, why_not
 
 SOME_FULL, ALL_SLIDING = True, False
 DEVICES = ["cpu", "sm80", "sm89", "sm90", "sm100", "sm110", "sm120"]
 E4M3 = "fp8_e4m3"
+AUTO = "--speculative-draft-kv-cache-dtype auto"
 
 
 @pytest.mark.parametrize(
@@ -106,16 +107,35 @@ def test_resolved_backends_fit(device):
 def test_an_explicit_backend_is_never_replaced():
     with pytest.raises(
         NotSupported,
-        match=r"^--speculative-draft-attention-backend trtllm_mha: it needs --page-size 16, 32, 64, 128, not 1; "
-        "use fa4 or flashinfer or triton$",
+        match=r"^--speculative-draft-attention-backend trtllm_mha: it needs a --page-size of 16 or 32 or 64 or 128, "
+        "not 1; use fa4 or flashinfer or triton$",
     ):
         resolve(asked="trtllm_mha", target="trtllm_mha", needs=Needs(SOME_FULL, "sm100", page_size=1))
 
 
 @pytest.mark.parametrize("device", ["sm80", "cpu"])
 def test_the_error_names_the_flag_where_nothing_reads_fp8(device):
-    with pytest.raises(NotSupported, match=rf"on {device} with a KV cache of {E4M3}; .* auto keeps its own"):
+    with pytest.raises(NotSupported, match=rf"KV cache of {E4M3} on {device}; set {AUTO}$"):
         resolve(asked=None, target="flashinfer", needs=Needs(SOME_FULL, device, kv_dtype=E4M3))
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "kv_dtype", "cure"),
+    [
+        ("fa4", "sm80", "auto", "use fa3 or flashinfer or triton"),
+        ("fa3", "sm90", "fp8_e5m2", f"use fa4, or set {AUTO}"),
+        ("fa3", "sm80", E4M3, f"set {AUTO}"),
+        ("triton", "cpu", E4M3, f"use torch_native with {AUTO}"),
+        ("triton", "rocm", "auto", f"no backend of this plugin runs on rocm, so {STOCK}"),
+        ("triton", "rocm", E4M3, f"no backend of this plugin runs on rocm, so {STOCK}"),
+        (None, "sm70", "auto", STOCK),
+        (None, "sm70", E4M3, STOCK),
+    ],
+)
+def test_the_cure_helps_on_the_device(asked, device, kv_dtype, cure):
+    with pytest.raises(NotSupported) as refusal:
+        resolve(asked=asked, target=None, needs=Needs(SOME_FULL, device, kv_dtype))
+    assert str(refusal.value).partition("; ")[2] == cure
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def test_a_draft_keeps_its_weights_with_a_dummy_target(draft: Checkpoint) -> Non
     dummy = replace(ARGUMENTS, load_format="dummy")
     assert fit.load_format(ARGUMENTS) is None
     assert fit.load_format(dummy) == "auto"
-    assert fit.notes(dummy, TARGET, draft) == ("--load-format dummy is the target's: the draft is loaded from draft",)
+    (note,) = fit.notes(dummy, TARGET, draft)
+    assert note == "--load-format dummy applies only to the target: the draft is loaded from draft"
     asked = replace(dummy, draft_load_format="safetensors")
     assert fit.load_format(asked) == "safetensors"
 
@@ -48,6 +49,20 @@ def test_a_draft_keeps_its_weights_with_a_dummy_target(draft: Checkpoint) -> Non
 def test_a_draft_without_weights_is_refused() -> None:
     with pytest.raises(NotSupported, match="--speculative-draft-load-format dummy is not supported"):
         fit.load_format(replace(ARGUMENTS, draft_load_format="dummy"))
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "n_kv_heads", "n_ranks"), [(28, 4, [1, 2, 4, 28]), (32, 8, [1, 2, 4, 8, 16, 32]), (6, 6, [1, 2, 3, 6])]
+)
+def test_the_refusal_lists_all_numbers_of_ranks_that_split_the_heads(
+    n_heads: int, n_kv_heads: int, n_ranks: list[int], draft: Checkpoint
+) -> None:
+    draft = replace(draft, num_attention_heads=n_heads, num_key_value_heads=n_kv_heads)
+    for n in n_ranks:
+        fit.check_heads(replace(ARGUMENTS, tp_size=n), draft)
+        fit.check_heads(replace(ARGUMENTS, tp_size=8 * n, attention_dp=True, attention_dp_size=8), draft)
+    with pytest.raises(ValueError, match=rf"; set --tp-size to {' or '.join(map(str, n_ranks))}$"):
+        fit.check_heads(replace(ARGUMENTS, tp_size=5), draft)
 
 
 def test_padding_and_target_tensors_are_noted(draft: Checkpoint) -> None:

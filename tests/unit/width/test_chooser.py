@@ -192,7 +192,9 @@ def test_a_draft_that_is_never_accepted_is_warned_of_once(useful, n_warnings, ca
     for step in range(2000):
         chooser.decide(["a"])
         chooser.observe([0 if step % 2 == 0 or step // 2 % 500 >= useful else 1], float(step))
-    assert [record.levelname for record in caplog.records].count("WARNING") == n_warnings
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == n_warnings
+    assert all(warning.startswith(f"only {useful} of 500 drafted blocks ") for warning in warnings)
 
 
 def test_the_report_before_the_first_step_is_empty():
@@ -232,11 +234,14 @@ def test_a_target_that_cannot_narrow_verifies_whole_blocks(value):
             "1,16",
             {"no_copies": "off", "whole_blocks": "it cannot"},
             NotSupported,
-            r"cannot\); set it to 16, or drop it",
+            r"^SGLANG_DFLASH_WIDTHS=1,16: this server .* \(it cannot\); set the variable to 16, or unset it$",
         ),
-        ("0,4", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 0 is not within 1\.\.32; drop it"),
-        ("33", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 33 is not within 1\.\.32; drop it"),
-        ("17", {"no_copies": "the flag"}, NotSupported, r"17 exceeds the block of 16, .*\(the flag\); drop it"),
+        ("0,40", {"whole_blocks": "it cannot"}, NotSupported, "verifies only whole blocks"),  # so no width is right
+        ("0,4", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 0 is not within 1\.\.32; remove 0, or unset the variable$"),
+        ("33", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 33 is not within 1\.\.32; remove 33"),
+        ("0", {"no_copies": "the flag"}, ValueError, r"SGLANG_DFLASH_WIDTHS: 0 is not within 1\.\.16;"),
+        ("17", {"no_copies": "the flag"}, NotSupported, r"17 exceeds the block of 16 .*: the flag\); remove 17, or"),
+        ("33", {"no_copies": "the flag"}, NotSupported, "33 exceeds the block of 16"),
     ],
 )
 def test_impossible_widths_are_refused(value, where, error, sentence):
