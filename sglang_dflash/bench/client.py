@@ -100,7 +100,8 @@ class HttpEngine(Engine):
             ServerError: the server rejected the request, does not answer, or accepts no token ids.
         """
         if isinstance(prompt, TokenIds) and self.kind is not ServerKind.SGLANG:
-            what = f'{self.url} accepts no token ids; drop --dataset hopeless, and lines of --data with "input_ids"'
+            cure = 'drop --dataset hopeless, and lines of --data with "input_ids"'
+            what = f"{self.url} is no SGLang server, and only these are sent token ids; {cure}"
             raise ServerError(f"{self.name}: {what}")
         body, sent = sampling.body(self.model, prompt), time.perf_counter()
         with self._answering():

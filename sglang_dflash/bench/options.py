@@ -189,7 +189,8 @@ def _add_what(add: Add) -> None:
     add("--dataset", **SEVERAL, choices=prompts.NAMES, metavar="NAME", help=names)
     lines = 'JSONL with a "prompt", chat "messages", or token ids as "input_ids" in every line'
     add("--data", **SEVERAL, type=Path, metavar="FILE", help=lines)
-    add("--num-prompts", "--max-samples", **NUMBER, default=N_PROMPTS, help="largest number of prompts of each set")
+    n_prompts = "largest number of conversations of each set; each user turn is a prompt"
+    add("--num-prompts", "--max-samples", **NUMBER, default=N_PROMPTS, help=n_prompts)
     longest = "largest number of tokens in an answer"
     add("--max-new-tokens", "--max-tokens", **NUMBER, default=4096, help=longest)
     add(
@@ -249,9 +250,9 @@ def _check(options: argparse.Namespace) -> None:
             f"-- {options.server_flags[0]} ...: {given[0]} takes no server flags; drop them, or use --serve instead"
         )
     if options.serve and options.backend not in (None, ServerKind.SGLANG):
-        raise ValueError(f"--serve starts SGLang, not {options.backend}; drop --backend")
+        raise ValueError(f"{serve} starts SGLang, not {options.backend}; drop --backend")
     if options.serve and options.model:
-        raise ValueError("--serve takes the model from the flags after --; drop --model")
+        raise ValueError(f"{serve} takes no --model; drop it, and write --model-path among the launch flags after --")
     if options.arms and not options.serve:
         raise ValueError(f"--arms are servers that --serve starts; drop --arms, or use --serve instead of {given[0]}")
     if options.draft_model and not in_torch:

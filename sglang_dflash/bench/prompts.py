@@ -114,7 +114,7 @@ def read(path: Path, n: int) -> Task:
     """
     if not path.is_file():
         raise ValueError(f"--data {path} is no file; give a JSONL file with a prompt or chat messages in every line")
-    lines = [(i, line) for i, line in enumerate(path.read_text().splitlines(), start=1) if line.strip()]
+    lines = [(i, line) for i, line in enumerate(path.read_text().split("\n"), start=1) if line.strip()]
     prompts = [_prompt(line, f"{path}:{i}") for i, line in lines[:n]]
     if not prompts:
         raise ValueError(f"{path} holds no line; write one JSON object with a prompt or chat messages per line")

@@ -180,7 +180,7 @@ def _add_kv(add: Add) -> None:
         default=AUTO,
         help="dtype in which both models are loaded; auto: that of config.json",
     )
-    add("--kv-cache-dtype", default=AUTO, metavar="DTYPE", help="dtype of K and V; auto: that of the weights")
+    add("--kv-cache-dtype", default=AUTO, metavar="DTYPE", help="dtype of K and V; auto: as --dtype")
     add(
         "--draft-kv-dtype",
         "--speculative-draft-kv-cache-dtype",
@@ -228,8 +228,10 @@ def _add_states(add: Add) -> None:
 
 
 def _add_plugin(add: Add) -> None:
-    add("--copy", choices=("auto", "off"), default=flags.read({}).copy, help="SGLANG_DFLASH_COPY of the launch")
-    add("--draft-head", choices=("full", "fp8"), default="full", help="SGLANG_DFLASH_DRAFT_HEAD of the launch")
+    copy = "n-gram copies, which need token histories: the launch's variable SGLANG_DFLASH_COPY"
+    add("--copy", choices=("auto", "off"), default=flags.read({}).copy, help=copy)
+    head = "head that scores drafts, the target's or an fp8 copy: the launch's variable SGLANG_DFLASH_DRAFT_HEAD"
+    add("--draft-head", choices=("full", "fp8"), default="full", help=head)
     add(
         "--context-length",
         type=count,

@@ -25,10 +25,14 @@ SELECTING = ("--spec", "--config")
 def help_text() -> str:
     """Return the help: the forms, this command's options, and those of `--gpu-memory`."""
     parser = Parser(prog="sglang-dflash check", usage=FORMS, description=usage, formatter_class=RawHelp)
-    own = parser.add_argument_group("options with launch flags, or with --server")
-    drafts = "draft N blocks in plain torch, and print the share of accepted first drafts"
+    own = parser.add_argument_group("options")
+    drafts = "with launch flags: draft N blocks in plain torch, and print the share of accepted first drafts"
     own.add_argument("--draft-steps", type=capacity_options.count, metavar="N", help=drafts)
-    own.add_argument("--server", metavar="URL", help="report on a running server, such as http://127.0.0.1:30000")
+    own.add_argument(
+        "--server",
+        metavar="URL",
+        help="report on a running server, such as http://127.0.0.1:30000; takes no launch flags",
+    )
     names = "SGLang's names are accepted too. The report names the launch flags that it does not count."
     of_capacity = parser.add_argument_group("options with --gpu-memory", names)
     capacity_options.add_options(of_capacity.add_argument)

@@ -75,7 +75,9 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
         raise
     server_args.resolve_once()
     if not asks_for_dflash(server_args):
-        raise ValueError("the flags have no --speculative-algorithm DFLASH; add it")
+        raise ValueError(
+            f"--speculative-algorithm is {server_args.speculative_algorithm or 'missing'}; set it to DFLASH"
+        )
     server_args.check_server_args()
     if flags.current().worker is Worker.STOCK:
         return "SGLANG_DFLASH_WORKER=stock: not checked, SGLang's built-in worker serves it", ""

@@ -63,11 +63,9 @@ def main(argv: Sequence[str], *, as_json: bool) -> int:
     words = [word for argument in argv for word in argument.split("=", 1)]
     urls = [word for word in words if word not in ("--server", "--json")]
     if len(urls) != 1:
-        print(
-            f"check: --server takes one URL, found {len(urls)} ({' '.join(urls) or 'nothing'}); give only "
-            "http://127.0.0.1:30000 or another, and --json",
-            file=sys.stderr,
-        )
+        found = " ".join(urls) or "nothing"
+        cure = "give one URL, such as http://127.0.0.1:30000, and no option but --json"
+        print(f"check: found {found} with --server; {cure}", file=sys.stderr)
         return 1
     try:
         dflash = fetch(urls[0])

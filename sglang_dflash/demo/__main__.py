@@ -61,7 +61,7 @@ def show_page(demo: Demo, port: int, console: Console) -> None:
         ServerError: the port is taken.
     """
     if not port_is_free(port):
-        raise ServerError(f"port {port} is taken; stop what listens there, or choose another with --web-port")
+        raise ServerError(f"port {port} is taken or not permitted; choose another with --web-port")
     with web_server(demo, port) as server:
         console.print(f"\nOpen [bold]http://{HOST}:{port}[/] in a browser; Ctrl-C ends it.", highlight=False)
         server.serve_forever()

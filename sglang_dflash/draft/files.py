@@ -149,7 +149,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _own_mask(source: str | Path) -> NotSupported:
-    return NotSupported(f"{source} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; {STOCK}")
+    return NotSupported(
+        f"{source} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; give another draft, or "
+        f"give the folder of this one and {STOCK}"
+    )
 
 
 # -- a directory ---------------------------------------------------------------------------------------------------

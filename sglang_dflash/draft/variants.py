@@ -105,7 +105,10 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
         )
     dflash = config.get("dflash_config")
     if not isinstance(dflash, dict):
-        raise ValueError(f"{path}: config.json has no dflash_config object, so this is not a DFlash draft; give one")
+        raise ValueError(
+            f"{path}: config.json has no dflash_config object; move mask_token_id and target_layer_ids into one, or "
+            f"give a DFlash draft, or {STOCK}"
+        )
     projector = dflash.get("projector_type", config.get("projector_type"))
     if projector not in (None, "dflash"):
         raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash; {cure('projector_type', projector)}")

@@ -103,12 +103,12 @@ def environment_of(arm: str) -> dict[str, str]:
     """Return the environment after an arm's name. A comma separates variables if a name and `=` follow it.
 
     Raises:
-        ValueError: the text after the colon sets no variables, or sets PYTHONPATH.
+        ValueError: the text after the colon does not begin with VAR=VALUE, or sets PYTHONPATH.
     """
     _, colon, text = arm.partition(":")
     parts = re.split(r",(?=[A-Za-z_]\w*=)", text) if colon else []
     if not all(re.match(r"[A-Za-z_]\w*=", part) for part in parts):
-        raise ValueError(f"--arms {arm}: {text!r} sets no variables; write NAME:VAR=VALUE,VAR=VALUE")
+        raise ValueError(f"--arms {arm}: {text!r} does not begin with VAR=VALUE; write NAME:VAR=VALUE,VAR=VALUE")
     env = dict(part.split("=", 1) for part in parts)
     if "PYTHONPATH" in env:  # an editable installation would still import its own kernels
         raise ValueError(f"--arms {arm}: PYTHONPATH would mix two checkouts; run the benchmark in each of them")

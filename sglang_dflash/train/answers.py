@@ -62,7 +62,7 @@ def read_prompts(path: Path) -> list[Line]:
         ValueError: a line is no conversation, or its last turn is neither the user's nor a tool's.
     """
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
         if not line.strip():
             continue
         try:

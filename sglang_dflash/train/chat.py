@@ -51,12 +51,20 @@ def require_line(row: dict[str, Any]) -> None:
         ValueError: a key is unknown, or a value has the wrong type.
     """
     require_keys(row, LINE_KEYS, "a line with messages")
-    if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"]):
-        raise ValueError(f"'messages' is {str(row['messages'])[:60]}; it must be a list of objects")
+    require_objects(row["messages"], "messages")
     if not isinstance(row.get("tools") or [], list):
-        raise ValueError(f"'tools' is {str(row['tools'])[:60]}; it must be a list")
+        raise ValueError(f"'tools' is {row['tools']!r:.60}; it must be a list")
     if not isinstance(row.get("chat_template_kwargs") or {}, dict):
-        raise ValueError(f"'chat_template_kwargs' is {str(row['chat_template_kwargs'])[:60]}; it must be an object")
+        raise ValueError(f"'chat_template_kwargs' is {row['chat_template_kwargs']!r:.60}; it must be an object")
+
+
+def require_objects(value: Any, name: str) -> None:
+    """Check that the value of the key `name` is a list of objects, or raise ValueError."""
+    if not isinstance(value, list):
+        raise ValueError(f"{name!r} is {value!r:.60}; it must be a list of objects")
+    for number, entry in enumerate(value, start=1):
+        if not isinstance(entry, dict):
+            raise ValueError(f"entry {number} of {name!r} is {entry!r:.60}; it must be an object")
 
 
 def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]:
@@ -143,11 +151,9 @@ def served(message: Message) -> Message:
     require_keys(found, USER_KEYS if is_user else MESSAGE_KEYS, f"a message of role {found['role']!r}")
     content = found.setdefault("content", "")
     if not isinstance(content, str):
-        raise ValueError(f"the content of a message is {str(content)[:60]!r}; it must be a text, or null")
+        raise ValueError(f"the content of a message is {content!r:.60}; it must be a text, or null")
     if "tool_calls" in found:
-        calls = found["tool_calls"]
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError(f"'tool_calls' is {str(calls)[:60]}; it must be a list of objects")
+        require_objects(found["tool_calls"], "tool_calls")
         found["tool_calls"] = [served_call(call, decode=found["role"] == "assistant") for call in found["tool_calls"]]
     return found
 

@@ -39,7 +39,7 @@ def make_parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_draft(commands.add_parser("draft", help="train a draft for a target"))
-    _add_prompts(commands.add_parser("prompts", help="let a target write user turns, and add tasks"))
+    _add_prompts(commands.add_parser("prompts", help="write prompts for `answers`: user turns by a target, and tasks"))
     _add_answers(commands.add_parser("answers", help="let a target answer prompts"))
     _add_chats(commands.add_parser("chats", help="write conversations of the kind that the tiny pair was trained on"))
     _add_tiny(commands.add_parser("tiny", help="train a tiny target and its draft from nothing"))
@@ -87,7 +87,8 @@ def _add_course(add: Add) -> None:
     add("--rows", type=int, default=4, help="documents per step, shared among the processes")
     add("--max-length", type=int, default=1024, help="largest number of tokens of a document; longer ones are cut")
     add("--anchors", type=int, default=64, help="blocks per document")
-    add("--gamma", type=float, help="decay of the loss along the block, in slots (default: the paper's)")
+    gamma = "slots over which a slot's weight in the loss falls to 37 %% (default: DFlash's, 7 for blocks of 16)"
+    add("--gamma", type=float, help=gamma)
     add(
         "--scored",
         type=int,

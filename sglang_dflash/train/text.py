@@ -44,10 +44,15 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: i
         for piece in pieces
         if any(a and b for a, b in zip(piece.is_response, piece.is_response[1:], strict=False))
     ]
-    if len(usable) < 2:
+    if not usable:
         raise ValueError(
-            f"{path} has {len(usable)} usable documents (up to {max_length} tokens, with two response tokens in "
-            "a row); give two or more, or lower --max-length"
+            f"{path} has no two response tokens in a row within {max_length} tokens; add answers (`train answers` "
+            "writes them), or raise --max-length"
+        )
+    if len(usable) == 1:
+        raise ValueError(
+            f"{path} has one usable document (up to {max_length} tokens, with two response tokens in a row); give two "
+            "or more, or lower --max-length"
         )
     return usable
 
@@ -107,7 +112,7 @@ def padded(documents: list[Tokens], pad_id: int) -> Rows:
 
 
 def _jsonl_parts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[Part]]:
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
         if not line.strip():
             continue
         try:

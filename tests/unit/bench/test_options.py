@@ -49,11 +49,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--serve", "--", "--model-path", "x"), "have no --speculative-algorithm DFLASH"),
         (("--serve", "--", "--model-path", "/nowhere/x", *DFLASH), "/nowhere/x is no directory and cannot be fetched"),
         (("--serve", "--backend", "vllm", "--", *DFLASH), "--serve starts SGLang, not vllm"),
-        (("--serve", "--model", "x", "--", *DFLASH), "takes the model from the flags after --; drop --model"),
+        (("--serve", "--model", "x", "--", *DFLASH), "--serve takes no --model; drop it, and write --model-path"),
         ((*URL, "--arms", "off"), "drop --arms, or use --serve instead of --base-url"),
         ((*TORCH, "--arms", "off"), "drop --arms, or use --serve instead of --backend transformers"),
         (("--serve", "--arms", "theirs", *SERVED), "there is no arm 'theirs'; use off, mtp"),
-        (("--serve", "--arms", "ours:x", *SERVED), "'x' sets no variables; write NAME:VAR=V"),
+        (("--serve", "--arms", "ours:x", *SERVED), "'x' does not begin with VAR=VALUE; write NAME:VAR=V"),
         (
             ("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", *SERVED),
             "the same name once paths are shortened (ours:A=x, ours:A=x)",

@@ -152,7 +152,7 @@ def test_unknown_numbers_of_other_servers_are_marked(fake, bench):
     [
         (["--kind", "openai"], ["--backend", "sglang"], r"is no sglang server \(it answers like openai\); drop --back"),
         ([], ["--model", "theirs"], "serves fake-model, not theirs; change or drop --model"),
-        (["--kind", "openai"], ["--dataset", "hopeless"], "accepts no token ids; drop --dataset hopeless"),
+        (["--kind", "openai"], ["--dataset", "hopeless"], "only these are sent token ids; drop --dataset hopeless"),
         (["--stingy"], [], r"http://.* streams no `usage`.*add --no-latency"),
     ],
 )

@@ -144,7 +144,7 @@ def test_flags_without_dflash_are_reported(launch, pair):
     line = f"--model-path {pair['dense']} --device cpu --attention-backend torch_native --max-total-tokens 1024"
     found = asked(launch, *line.split())["launch"]
     assert not found["ok"]
-    assert "the flags have no --speculative-algorithm DFLASH; add it" in found["text"]
+    assert "--speculative-algorithm is missing; set it to DFLASH" in found["text"]
 
 
 def test_installation_findings_need_no_sglang(monkeypatch):

@@ -93,11 +93,11 @@ def test_a_missing_server_is_a_one_line_error(capsys):
     assert line.startswith("check: no SGLang server answers at http://127.0.0.1:")
 
 
-@pytest.mark.parametrize(("urls", "found"), [((), "0 (nothing)"), (("a", "b"), "2 (a b)")])
+@pytest.mark.parametrize(("urls", "found"), [((), "nothing"), (("a", "b"), "a b")])
 def test_exactly_one_url_is_required(urls, found, capsys):
     assert main(["--server", *urls]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"check: --server takes one URL, found {found}; give only http://127.0.0.1:30000 or another")
+    assert line.startswith(f"check: found {found} with --server; give one URL, such as http://127.0.0.1:30000")
 
 
 @pytest.mark.parametrize("argv", [["--json", "--server", "127.0.0.1:1"], ["--server=127.0.0.1:1"]], ids=str)

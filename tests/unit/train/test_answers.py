@@ -99,7 +99,7 @@ def test_an_empty_answer_is_left_out(tmp_path: Path, content: str | None) -> Non
     [
         (json.dumps(line("a", toolz=1)), "line 2: unknown key 'toolz'"),
         ('{"messages": []}', "line 2: found .*; give"),
-        ('{"messages": ["a"]}', r"line 2: 'messages' is \['a'\]; it must be a list of objects"),
+        ('{"messages": ["a"]}', "line 2: entry 1 of 'messages' is 'a'; it must be an object"),
         ('{"messages": [{"role": "assistant"}]}', "line 2: the last turn has the role 'assistant'; end with"),
         ("{", r"line 2: not JSON \(Expecting property name .* at character 2\); write one object per line"),
     ],

@@ -84,8 +84,16 @@ def test_a_bad_line_is_named(tmp_path, row, sentence):
 def test_unusable_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"neither \.txt nor \.jsonl"):
         read(tmp_path / "data.csv", ["a,b"])
-    with pytest.raises(ValueError, match=r"has 1 usable documents \(up to 1000 tokens, .* lower --max-length"):
+    with pytest.raises(ValueError, match=r"has one usable document \(up to 1000 tokens, .* lower --max-length"):
         read(tmp_path / "data.txt", ["short"])
+    with pytest.raises(ValueError, match=r"has no two response tokens in a row within 1000 tokens; add answers"):
+        read(tmp_path / "data.jsonl", [{"messages": []}])
+
+
+def test_only_line_feeds_separate_lines(tmp_path):
+    """JSON may have U+2028 in a string, at which Python's `splitlines` breaks a line, too."""
+    rows = ['{"text": "one\u2028two"}', '{"text": "three"}']
+    assert len(read(tmp_path / "data.jsonl", rows)) == 2
 
 
 def test_messages_need_a_chat_template(tmp_path):
