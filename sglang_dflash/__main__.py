@@ -14,8 +14,7 @@
 Each takes --help and --version. `python -m sglang_dflash` is the same command.
 """
 
-import os
-import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -39,36 +38,17 @@ PROGRAMS = {
 }
 
 
-CLOSED_PIPE = 141  # exit status of a program that SIGPIPE ended, in a shell
+PRINTERS = ("docs", "recipe", "dashboard")  # commands that connect to no server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names, and return its exit status.
-
-    If the reader of a pipe has closed it, as `head` does, the command ends without a traceback.
-    """
-    try:
-        try:
-            return run(sys.argv[1:] if argv is None else argv)
-        finally:
-            if sys.stdout:  # None if the shell closed it
-                sys.stdout.flush()  # otherwise Python writes the rest at exit, where the error cannot be caught
-    except BrokenPipeError:
-        if not is_closed_pipe(sys.stdout.fileno()):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return CLOSED_PIPE
-
-
-def is_closed_pipe(descriptor: int) -> bool:
-    """Return whether nothing reads this pipe. A BrokenPipeError can come from a connection to a server, too."""
-    watch = select.poll()
-    watch.register(descriptor, 0)  # errors are always reported
-    return any(event & select.POLLERR for _, event in watch.poll(0))
-
-
-def run(argv: Sequence[str]) -> int:
     """Run the command that the first argument names, and return its exit status."""
+    if argv is None:
+        argv = sys.argv[1:]
+        if not argv or argv[0] in PRINTERS:
+            signal.signal(
+                signal.SIGPIPE, signal.SIG_DFL
+            )  # a closed pipe, as of `| head`, ends them without a traceback
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
         print((__doc__ or "").strip())

@@ -107,14 +107,15 @@ def on_h100(recipe: Recipe, further: Sequence[str]) -> str:
 
     words = [*arguments(recipe, "h100", further)[len(SERVER) :], "--gpu-memory", H100_GIB]
     try:
-        found = report.answer(report.arguments().parse_args(words))
+        found = report.answer(report.arguments(raises=True).parse_args(words))
     except ValueError as error:
         return f"The number of requests on an H100 cannot be computed: {error}."
     n_requests, better = found.results[Worker.PLUGIN].requests, dict(report.lifts(found, Worker.PLUGIN))
     cards = f"{found.serving.tp_size} H100 of {H100_GIB} GiB"
     if n_requests:
         return f"On {cards}, {n_requests} requests of {found.serving.context:,} tokens fit at once (computed)."
-    cure = next((f"add `-- {flag}`, with which {n} fit" for flag, n in better.items() if "--tp" in flag), report.MORE)
+    ways = {f"add `-- {flag}`, with which {n} fit": flag for flag, n in better.items() if flag.startswith("--tp")}
+    cure = next(iter(ways), report.more(found.serving))
     return f"On {cards}, no request of {found.serving.context:,} tokens fits (computed); {cure}."
 
 

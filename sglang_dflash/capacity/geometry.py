@@ -119,7 +119,8 @@ def read_target(model: str, itemsize: int | None = None) -> TargetSizes:
     folder, whole, source = _find(model, models.TARGETS)
     config = Config(whole, model)
     weights, weights_from = _weights(folder, config)
-    if itemsize and not config.is_quantized:
+    itemsize = itemsize or min(config.itemsize, 2)  # SGLang loads float32 as float16 by default
+    if not config.is_quantized:
         weights = weights * itemsize // config.itemsize
     kinds = config.layer_kinds()
     return TargetSizes(
@@ -128,7 +129,7 @@ def read_target(model: str, itemsize: int | None = None) -> TargetSizes:
             kinds.count("full_attention"),
             config.count("num_key_value_heads"),
             config.head_dim,
-            itemsize or config.itemsize,
+            itemsize,
         ),
         recurrent=_recurrent(config, kinds.count("linear_attention")),
         n_heads=config.count("num_attention_heads"),
@@ -224,7 +225,8 @@ def _header_bytes(file: Path) -> int:
     The file begins with its header: eight bytes with the length of the JSON after them.
     """
     with file.open("rb") as stream:
-        text = stream.read(int.from_bytes(stream.read(8), "little"))
+        n_bytes = int.from_bytes(stream.read(8), "little")
+        text = stream.read(min(n_bytes, file.stat().st_size))  # a pointer of git-lfs has no header
     try:
         header = json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -5,8 +5,9 @@ names those of them that may change the result, see `uncounted`.
 """
 
 import argparse
+import re
 from argparse import SUPPRESS
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang_dflash import flags
 from sglang_dflash.capacity import geometry
@@ -19,8 +20,7 @@ STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
 MISSPELT = 0.85  # similarity to an option from which an unknown flag counts as misspelt
 # Launch flags without an effect on this computation.
 WITHOUT_EFFECT = (
-    *("--speculative-algorithm", "--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"),
-    *("--speculative-draft-attention-backend", "--sampling-backend", "--grammar-backend", "--linear-attn-backend"),
+    *("--speculative-algorithm", "--sampling-backend", "--grammar-backend", "--linear-attn-backend"),
     *("--trust-remote-code", "--device", "--host", "--port", "--served-model-name", "--api-key", "--chat-template"),
     *("--reasoning-parser", "--tool-call-parser", "--tokenizer-path", "--tokenizer-mode", "--skip-tokenizer-init"),
     *("--revision", "--speculative-draft-model-revision", "--load-format", "--download-dir", "--random-seed"),
@@ -32,23 +32,32 @@ WITHOUT_EFFECT = (
     "--speculative-dspark-block-size",
 )
 # Launch flags that are not counted, and that are so similar to an option that they would count as misspelt.
-SIMILAR = ("--dp-size", "--pp-size")
+SIMILAR = ("--dp-size", "--pp-size", "--mm-attention-backend")
 # Beginnings of launch flags that change only SGLang's default for --mem-fraction-static.
 OF_FRACTION = (
     *("--cuda-graph-", "--disable-cuda-graph", "--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"),
     *("--chunked-prefill-size", "--max-prefill-tokens"),
 )
 AUTO = "auto"
+PAGES = {"fa4": 128, "trtllm_mha": 64}  # page sizes that SGLang sets for an attention backend
 
 
 class CapacityParser(Parser):
     """Parser that accepts further launch flags, and stores their names as `not_counted`."""
+
+    raises = False  # errors raise ValueError instead of ending the program
+
+    def error(self, message: str) -> NoReturn:
+        if self.raises:
+            raise ValueError(message)
+        super().error(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, rest = super().parse_known_args(args, namespace)
         names = [word.split("=")[0] for word in rest if word.startswith("--")]
         options.not_counted = tuple(dict.fromkeys(names))
         are_flags = rest[0].startswith("--") if rest else True  # otherwise the first word belongs to no flag
+        are_flags &= not any(re.match(r"-[a-zA-Z]", word) for word in rest)
         return options, [] if are_flags and not any(map(self.is_misspelt, names)) else rest
 
     def is_misspelt(self, name: str) -> bool:
@@ -56,11 +65,15 @@ class CapacityParser(Parser):
         return name == "--" or (name not in SIMILAR and bool(nearest(name, shown, MISSPELT)))
 
 
-def arguments() -> Parser:
-    """Return the parser of `sglang-dflash check --gpu-memory`."""
+def arguments(*, raises: bool = False) -> CapacityParser:
+    """Return the parser of `sglang-dflash check --gpu-memory`; with `raises` without --help, and it raises ValueError."""
     parser = CapacityParser(
-        prog="sglang-dflash check", description="Compute how many requests a card holds.", allow_abbrev=False
+        prog="sglang-dflash check",
+        description="Compute how many requests a card holds.",
+        allow_abbrev=False,
+        add_help=not raises,
     )
+    parser.raises = raises
     add_options(parser.add_argument)
     return parser
 
@@ -76,11 +89,17 @@ def add_options(add: Add) -> None:
         add(name, nargs="*", dest="without_effect", default=SUPPRESS, help=SUPPRESS)
 
 
+def page_size(options: argparse.Namespace) -> int:
+    """Return the tokens per page of the KV cache, as given or as SGLang sets them for the attention backends."""
+    backends = [*options.attention_backends, *(["trtllm_mha"] if options.draft_backend == "trtllm_mha" else [])]
+    return options.page_size or max((PAGES.get(backend, 1) for backend in backends), default=1)
+
+
 def radix_states(options: argparse.Namespace) -> RadixStates:
     """Return the strategy of the prefix cache, with SGLang's choice for "auto"."""
     strategy, overlap = options.mamba_radix_cache_strategy, not options.disable_overlap_schedule
     if strategy == AUTO:
-        strategy = "extra_buffer" if overlap or options.page_size > 1 else "no_buffer"
+        strategy = "extra_buffer" if overlap or page_size(options) > 1 else "no_buffer"
     # Without the overlap schedule a request needs one slot less, as many as with the lazy strategy.
     return RadixStates.EXTRA_BUFFER_LAZY if strategy == "extra_buffer" and not overlap else STRATEGIES[strategy]
 
@@ -92,8 +111,11 @@ def uncounted(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """
     of_fraction = [name for name in options.not_counted if name.startswith(OF_FRACTION)]
     others = [name for name in options.not_counted if name not in of_fraction]
-    of_kv = {"--kv-cache-dtype": options.kv_cache_dtype, "--speculative-draft-kv-cache-dtype": options.draft_kv_dtype}
-    others += [f"{name} {dtype}" for name, dtype in of_kv.items() if dtype not in (None, AUTO, *geometry.KV_ITEMSIZES)]
+    dtype, draft_dtype = options.kv_cache_dtype, options.draft_kv_dtype or options.kv_cache_dtype
+    if dtype not in (AUTO, *geometry.KV_ITEMSIZES):
+        others.append(f"--kv-cache-dtype {dtype}")
+    if geometry.KV_ITEMSIZES.get(draft_dtype, 2) < 2:  # some backends keep the draft's K and V in the draft's dtype
+        others.append(f"--speculative-draft-kv-cache-dtype {draft_dtype}")
     return others, of_fraction if options.mem_fraction is None else []
 
 
@@ -134,7 +156,7 @@ def _add_pair(add: Add) -> None:
     add(
         "--draft-quantization",
         "--speculative-draft-model-quantization",
-        choices=geometry.QUANTIZED_ITEMSIZES,
+        choices=(*geometry.QUANTIZED_ITEMSIZES, "unquant"),
         help="quantization of the draft while it loads",
     )
 
@@ -181,16 +203,17 @@ def _add_kv(add: Add) -> None:
         help="dtype in which both models are loaded; auto: that of config.json",
     )
     add("--kv-cache-dtype", default=AUTO, metavar="DTYPE", help="dtype of K and V; auto: as --dtype")
-    add(
-        "--draft-kv-dtype",
-        "--speculative-draft-kv-cache-dtype",
-        metavar="DTYPE",
-        help="dtype of the draft's K and V (default: as --kv-cache-dtype)",
-    )
-    add("--page-size", type=count, default=1, metavar="N", help="tokens per page of the KV cache")
+    own = "not counted: the draft's K and V have the draft's dtype here"
+    add("--draft-kv-dtype", "--speculative-draft-kv-cache-dtype", metavar="DTYPE", help=own)
+    add("--page-size", type=count, metavar="N", help="tokens per page of the KV cache (default: by attention backend)")
+    backends = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
+    by_page = f"attention backend; sets the page size: {', '.join(f'{n} for {name}' for name, n in PAGES.items())}"
+    add(*backends, dest="attention_backends", action="append", default=[], metavar="NAME", help=by_page)
+    only = "attention backend of the draft; trtllm_mha sets the page size too"
+    add("--speculative-draft-attention-backend", dest="draft_backend", metavar="NAME", help=only)
     add("--max-total-tokens", type=count, metavar="N", help="largest number of tokens in the KV cache")
     most = f"largest number of requests at once (SGLang's default under DFLASH: {MAX_REQUESTS})"
-    add("--max-running-requests", type=count, default=MAX_REQUESTS, metavar="N", help=most)
+    add("--max-running-requests", type=count, metavar="N", help=most)
 
 
 def _add_states(add: Add) -> None:

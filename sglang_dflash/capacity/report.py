@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -22,6 +22,7 @@ from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import (
     GIB,
+    MAX_REQUESTS,
     MIB,
     Bound,
     Capacity,
@@ -32,14 +33,13 @@ from sglang_dflash.capacity.division import (
     heads,
 )
 from sglang_dflash.capacity.fraction import default_mem_fraction
-from sglang_dflash.capacity.options import arguments, radix_states, uncounted
+from sglang_dflash.capacity.options import arguments, page_size, radix_states, uncounted
 from sglang_dflash.flags import Worker
 
 RATIOS = [tenth / 10 for tenth in range(1, 101)]  # tried values of --mamba-full-memory-ratio
 TP_SIZES = (2, 4, 8)
 LIMITS = {"--max-total-tokens": "max_tokens", "--max-mamba-cache-size": "n_states"}  # flag -> field of `Serving`
 WINDOW = 4096  # tried value of --speculative-draft-window-size
-Sizes = TypeVar("Sizes", TargetSizes, DraftSizes)
 MORE = "for more, raise --mem-fraction-static, or use more or larger cards"
 NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
 
@@ -86,16 +86,21 @@ def answer(options: argparse.Namespace) -> Report:
     target, draft = pair(options)
     fraction = options.mem_fraction
     if fraction is None:
-        fraction = default_mem_fraction(options.gpu_memory, tp_size=options.tp, image_width=target.image_width)
+        fraction = default_mem_fraction(
+            options.gpu_memory,
+            tp_size=options.tp,
+            image_width=target.image_width,
+            max_requests=options.max_running_requests,
+        )
     serving = Serving(
         mem_fraction=fraction,
         block_size=options.block or draft.block_size,
         context=options.context,
         tp_size=options.tp,
         window=options.window,
-        max_requests=options.max_running_requests,
+        max_requests=options.max_running_requests or MAX_REQUESTS,
         mamba_ratio=options.mamba_full_memory_ratio,
-        page_size=options.page_size,
+        page_size=page_size(options),
         radix=radix_states(options),
         copies=options.copy != "off",
         fp8_head=options.draft_head == "fp8",
@@ -116,16 +121,12 @@ def pair(options: argparse.Namespace) -> tuple[TargetSizes, DraftSizes]:
         target = dataclasses.replace(target, recurrent=recurrent)
     if options.context_length:
         target = dataclasses.replace(target, context_length=options.context_length)
+    itemsize = target.attention.itemsize  # the draft is loaded in the target's dtype
     draft = geometry.read_draft(options.draft or models.draft_of(options.model), options.draft_quantization, itemsize)
-    return with_kv(target, options.kv_cache_dtype), with_kv(draft, options.draft_kv_dtype or options.kv_cache_dtype)
-
-
-def with_kv(model: Sizes, dtype: str) -> Sizes:
-    """Return the sizes of a model whose K and V have the dtype; unchanged for "auto", and for dtypes not counted."""
-    if dtype not in geometry.KV_ITEMSIZES:
-        return model
-    attention = dataclasses.replace(model.attention, itemsize=geometry.KV_ITEMSIZES[dtype])
-    return dataclasses.replace(model, attention=attention)
+    if options.kv_cache_dtype in geometry.KV_ITEMSIZES:
+        of_kv = dataclasses.replace(target.attention, itemsize=geometry.KV_ITEMSIZES[options.kv_cache_dtype])
+        target = dataclasses.replace(target, attention=of_kv)
+    return target, draft
 
 
 def remarks(options: argparse.Namespace) -> Iterator[str]:
@@ -207,11 +208,17 @@ def sentences(report: Report) -> Iterator[str]:
         count = f"{result.requests} requests at once" if result.requests else "cannot start"
         changes = ((flag if flag.startswith("without") else f"with {flag}", n) for flag, n in lifts(report, worker))
         better = " or ".join(f"{n} {change}" for change, n in changes)
-        yield f"{NAMES[worker]}: {count}, bounded by {result.bound}; {better or MORE}."
+        yield f"{NAMES[worker]}: {count}, bounded by {result.bound}; {better or more(report.serving)}."
     yield f"Target: {report.target.source}; weights {report.target.weights_from}."
     yield f"Draft: {report.draft.source}; weights computed from config.json."
     yield from report.not_counted
     yield "Memory is divided as in SGLang 0.5.23 (P: computed, not measured). Each rank holds its share of the target."
+
+
+def more(serving: Serving) -> str:
+    """Return the cure if no single change of a flag allows more requests."""
+    limits = [flag for flag, field in LIMITS.items() if vars(serving)[field] is not None]
+    return MORE + (f", after dropping {' and '.join(limits)}" if limits else "")
 
 
 def size(n_bytes: float) -> str:

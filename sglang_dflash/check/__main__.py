@@ -17,7 +17,6 @@ from sglang_dflash.cli import Parser, RawHelp, nearest
 
 FORMS = "%(prog)s [--json] [--draft-steps N] [LAUNCH FLAGS] | --server URL | --model NAME --gpu-memory GIB"
 OWN = ("--json", "--draft-steps", "--server", "--gpu-memory")
-MODEL = ("--model", "--model-path")
 # Beginnings of flags that can select DFLASH: SGLang accepts abbreviations, and flags in a file.
 SELECTING = ("--spec", "--config")
 
@@ -45,8 +44,10 @@ def refusal(flags: Sequence[str]) -> str:
     SGLang is not run: it would first load the model's config, possibly from the hub, which takes minutes to fail.
     """
     for word in flags:
-        if word.startswith("--") and word not in MODEL and (cure := nearest(word.split("=")[0], OWN, cutoff=0.85)):
+        if word.startswith("--") and (cure := nearest(word.split("=")[0], OWN, cutoff=0.85)):
             return f"there is no option {word.split('=')[0]}{cure}"
+    if "sglang.launch_server" in flags:
+        return "found a whole command; give only the flags after sglang.launch_server"
     if not flags[0].startswith("-"):
         meant = f"--server {flags[0]}" if "://" in flags[0] else f"--model {flags[0]} --gpu-memory GIB"
         return f"{flags[0]} stands without an option; did you mean {meant}?"

@@ -79,12 +79,18 @@ def read_prompts(path: Path) -> list[Line]:
 
 
 def whole_lines(out: Path) -> list[str]:
-    """Remove an incomplete last line from the file `out`, and return its lines; none if there is no file."""
+    """Remove an incomplete last line from the file `out`, and return its lines; none if there is no file.
+
+    Raises:
+        ValueError: the file does not begin with a JSON object. Nothing is removed then.
+    """
     text = out.read_text() if out.exists() else ""
+    if text and not text.startswith("{"):
+        raise ValueError(f"--out {out}, line 1: found {text[:60]!r}, no JSON object; give another --out")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         out.write_text(whole)
-    return whole.splitlines()
+    return whole.split("\n")[:-1]
 
 
 def answered(out: Path) -> Iterator[str]:

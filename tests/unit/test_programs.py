@@ -2,11 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pkgutil import resolve_name
-from typing import Any
 
 import pytest
 
@@ -88,17 +88,7 @@ def test_a_closed_pipe_ends_without_a_traceback(words: str, unbuffered: str) -> 
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, check=False)
     os.close(writer)
     assert ended.stderr == ""
-    # argparse ignores that its help cannot be written, if Python does not buffer it.
-    assert ended.returncode in ((0, 141) if "--help" in words else (141,))
-
-
-def test_a_broken_connection_is_not_a_closed_pipe(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    def lose_the_server(argv: list[str]) -> int:
-        raise BrokenPipeError("of a socket")
-
-    monkeypatch.setattr("sglang_dflash.pages.docs", lose_the_server)
-    with pytest.raises(BrokenPipeError, match="of a socket"):
-        main(["docs"])
+    assert ended.returncode == -signal.SIGPIPE
 
 
 def test_every_option_of_the_trainer_has_a_text_and_at_most_one_default() -> None:

@@ -290,7 +290,7 @@ def test_flags_that_are_not_counted_are_named(capsys):
 
 
 def test_flags_that_change_the_division_are_counted():
-    """A type of one byte halves K and V. A float32 model has weights, K and V twice as large."""
+    """A type of one byte halves the target's K and V. A float32 model has weights, K and V twice as large."""
     plain, eight_bit, draft_only, wide = (
         computed(*words.split())
         for words in ("", "--kv-cache-dtype fp8_e4m3", "--speculative-draft-kv-cache-dtype fp8_e4m3", "--dtype float32")
@@ -301,7 +301,8 @@ def test_flags_that_change_the_division_are_counted():
             (report.results[worker].target_bytes_per_token, report.results[worker].draft_bytes_per_token)
             for report in (eight_bit, draft_only, wide)
         ]
-        assert sizes == [(target // 2, draft // 2), (target, draft // 2), (2 * target, 2 * draft)], kv
+        assert sizes == [(target // 2, draft), (target, draft), (2 * target, 2 * draft)], kv
+        assert all("--speculative-draft-kv-cache-dtype fp8" in one.not_counted[0] for one in (eight_bit, draft_only))
         assert wide.results[worker].target_weights == 2 * now.target_weights
         assert wide.results[worker].draft_weights == 2 * now.draft_weights
     few = computed("--max-total-tokens", "20001", "--page-size", "64", "--max-mamba-cache-size", "40")
@@ -311,6 +312,31 @@ def test_flags_that_change_the_division_are_counted():
         assert dict(capacity_report.lifts(few, worker)).keys() == {"without --max-total-tokens"}
     short = " ".join(capacity_report.sentences(few))
     assert "bounded by KV tokens; 8 without --max-total-tokens." in short
+
+
+def test_page_size_and_memory_fraction_follow_other_flags():
+    def pages(*words: str) -> int:
+        return computed(*words).serving.page_size
+
+    assert (pages(), pages("--attention-backend", "fa3"), pages("--attention-backend", "fa4")) == (1, 1, 128)
+    assert pages("--attention-backend", "fa3", "--speculative-draft-attention-backend", "trtllm_mha") == 64
+    assert pages("--attention-backend", "trtllm_mha", "--page-size", "32") == 32
+    assert computed("--max-running-requests", "8").serving.mem_fraction > computed().serving.mem_fraction
+    assert computed("--speculative-draft-model-quantization", "unquant").results == computed().results
+
+
+def test_limits_that_bind_are_the_cure():
+    report = computed("--max-total-tokens", "24700", "--max-mamba-cache-size", "15")
+    assert "after dropping --max-total-tokens and --max-mamba-cache-size." in " ".join(
+        capacity_report.sentences(report)
+    )
+
+
+def test_a_pointer_of_git_lfs_is_no_weight_file(tmp_path):
+    folder = write(tmp_path, HYBRID)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        read_target(folder)
 
 
 def test_quantized_weights_keep_their_size(tmp_path):
