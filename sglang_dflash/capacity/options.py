@@ -66,7 +66,7 @@ class CapacityParser(Parser):
 
 
 def arguments(*, raises: bool = False) -> CapacityParser:
-    """Return the parser of `sglang-dflash check --gpu-memory`; with `raises` without --help, and it raises ValueError."""
+    """Return the parser of `check --gpu-memory`; with `raises` it has no --help, and its errors are ValueErrors."""
     parser = CapacityParser(
         prog="sglang-dflash check",
         description="Compute how many requests a card holds.",
