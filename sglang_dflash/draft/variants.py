@@ -49,6 +49,7 @@ SERVED_BY_STOCK = {
     "is_neox_style": (False,),
 }
 GIVE = "give a DFlash draft"
+DSPARK = "DSparkDraftModel"  # architecture of drafts that SGLang serves as another algorithm
 
 # Keys that `dflash_config` may have. `output_multiplier` and `final_logit_softcapping` keep the order of logits. So for
 # DFlash they change no draft, but for DFlash 2 they change the selector's scores.
@@ -125,6 +126,8 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
 
 def cure(field: str, *values: Any) -> str:
     """Return the cure for a draft with another drafter's field. SGLang's own worker is one if it computes the draft."""
+    if values == (DSPARK,):
+        return "serve it with --speculative-algorithm DSPARK"
     is_served = len(values) == 1 and values[0] in SERVED_BY_STOCK.get(field, ())
     return f"{GIVE}, or {STOCK}" if is_served else GIVE
 

@@ -134,8 +134,8 @@ BAD = {
     ),
     # the draft
     "DSpark": Bad(
-        "NotSupported: {draft}: architecture is DSparkDraftModel, not DFlashDraftModel or DFlash2DraftModel; give a "
-        "DFlash draft, or set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker",
+        "NotSupported: {draft}: architecture is DSparkDraftModel, not DFlashDraftModel or DFlash2DraftModel; serve it "
+        "with --speculative-algorithm DSPARK",
         draft={"architectures": ["DSparkDraftModel"]},
     ),
     "a model that is no draft": Bad(
