@@ -1,4 +1,4 @@
-"""`check --gpu-memory` must accept the flags of every launch command, so that it can be pasted behind it."""
+"""Launch flags of recipes and pages in `check --gpu-memory`, which must accept every flag of a pasted command."""
 
 import re
 
