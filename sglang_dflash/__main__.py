@@ -46,9 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
         if not argv or argv[0] in PRINTERS:
-            signal.signal(
-                signal.SIGPIPE, signal.SIG_DFL
-            )  # a closed pipe, as of `| head`, ends them without a traceback
+            # A closed pipe, as of `| head`, ends them without a traceback.
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
         print((__doc__ or "").strip())

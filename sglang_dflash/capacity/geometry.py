@@ -111,8 +111,8 @@ def read_target(model: str, itemsize: int | None = None) -> TargetSizes:
     """Return the sizes of the target `model`: a directory, a config.json, or a name in `known_models`.
 
     Args:
-        itemsize: bytes per weight as loaded, a value of `LOADED_ITEMSIZES`; None: as in the config. Quantized weights
-            keep their size.
+        itemsize: bytes per weight as loaded, a value of `LOADED_ITEMSIZES`; None: as in the config, and 2 for float32.
+            Quantized weights keep their size.
     Raises:
         ValueError: there is no such model, or its memory cannot be computed.
     """

@@ -91,7 +91,9 @@ def add_options(add: Add) -> None:
 
 def page_size(options: argparse.Namespace) -> int:
     """Return the tokens per page of the KV cache, as given or as SGLang sets them for the attention backends."""
-    backends = [*options.attention_backends, *(["trtllm_mha"] if options.draft_backend == "trtllm_mha" else [])]
+    backends = list(options.attention_backends)
+    if options.draft_backend == "trtllm_mha":  # fa4 sets pages only as the target's backend
+        backends.append(options.draft_backend)
     return options.page_size or max((PAGES.get(backend, 1) for backend in backends), default=1)
 
 
@@ -200,7 +202,7 @@ def _add_kv(add: Add) -> None:
         "--dtype",
         choices=(AUTO, *geometry.LOADED_ITEMSIZES),
         default=AUTO,
-        help="dtype in which both models are loaded; auto: that of config.json",
+        help="dtype of both models; auto: that of the target's config.json, and float16 for float32",
     )
     add("--kv-cache-dtype", default=AUTO, metavar="DTYPE", help="dtype of K and V; auto: as --dtype")
     own = "not counted: the draft's K and V have the draft's dtype here"
