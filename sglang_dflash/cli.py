@@ -1,12 +1,26 @@
 """Parser, help format and suggestions that all subcommands of `sglang-dflash` share."""
 
 import re
-from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
+from argparse import (
+    SUPPRESS,
+    Action,
+    ArgumentDefaultsHelpFormatter,
+    ArgumentParser,
+    ArgumentTypeError,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 Add = Callable[..., Action]  # `add_argument` of a parser or of a group
+
+
+def count(text: str) -> int:
+    """Parse a whole number above 0, the value of an option."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

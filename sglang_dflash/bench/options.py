@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.bench import prompts
 from sglang_dflash.bench.client import ServerKind
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
-from sglang_dflash.cli import Add, Parser, RawHelp
+from sglang_dflash.cli import Add, Parser, RawHelp, count
 from sglang_dflash.servers import arms
 from sglang_dflash.servers.ports import port_number
 from sglang_dflash.tiny import pairs as tiny
@@ -85,18 +85,12 @@ PRESETS = {
 }
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def _counts(text: str) -> list[int]:
     """Parse numbers separated by commas: `8`, or `1,8,16`."""
-    return [_positive(part) for part in text.split(",")]
+    return [count(part) for part in text.split(",")]
 
 
-NUMBER: dict[str, Any] = {"type": _positive, "metavar": "N"}
+NUMBER: dict[str, Any] = {"type": count, "metavar": "N"}
 SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend"}
 
 

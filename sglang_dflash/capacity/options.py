@@ -13,7 +13,7 @@ from sglang_dflash import flags
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import MAMBA_RATIO, MAX_REQUESTS, RadixStates
-from sglang_dflash.cli import Add, Parser, nearest
+from sglang_dflash.cli import Add, Parser, count, nearest
 
 CONTEXT = 8192  # default number of tokens of a request, prompt and answer together
 STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
@@ -119,13 +119,6 @@ def uncounted(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     if geometry.KV_ITEMSIZES.get(draft_dtype, 2) < 2:  # some backends keep the draft's K and V in the draft's dtype
         others.append(f"--speculative-draft-kv-cache-dtype {draft_dtype}")
     return others, of_fraction if options.mem_fraction is None else []
-
-
-def count(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
 
 
 def amount(text: str) -> float:

@@ -13,7 +13,7 @@ from sglang_dflash.capacity import options as capacity_options
 from sglang_dflash.check import __doc__ as usage
 from sglang_dflash.check import served
 from sglang_dflash.check.findings import Finding, find, installation
-from sglang_dflash.cli import Parser, RawHelp, nearest
+from sglang_dflash.cli import Parser, RawHelp, count, nearest
 
 FORMS = "%(prog)s [--json] [--draft-steps N] [LAUNCH FLAGS] | --server URL | --model NAME --gpu-memory GIB"
 OWN = ("--json", "--draft-steps", "--server", "--gpu-memory")
@@ -26,7 +26,7 @@ def help_text() -> str:
     parser = Parser(prog="sglang-dflash check", usage=FORMS, description=usage, formatter_class=RawHelp)
     own = parser.add_argument_group("options")
     drafts = "with launch flags: draft N blocks in plain torch, and print the share of accepted first drafts"
-    own.add_argument("--draft-steps", type=capacity_options.count, metavar="N", help=drafts)
+    own.add_argument("--draft-steps", type=count, metavar="N", help=drafts)
     own.add_argument(
         "--server",
         metavar="URL",
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         return report.main(argv)
     own = Parser(prog="sglang-dflash check", usage=FORMS, add_help=False, allow_abbrev=False)
     own.add_argument("--json", action="store_true")
-    own.add_argument("--draft-steps", type=capacity_options.count, default=0)
+    own.add_argument("--draft-steps", type=count, default=0)
     mine, launch_flags = own.parse_known_args(argv)
     if launch_flags and (reason := refusal(launch_flags)):
         print(f"check: {reason}", file=sys.stderr)

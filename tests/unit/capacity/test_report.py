@@ -257,8 +257,8 @@ def test_a_misspelt_option_is_refused(capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--tp 0", "'0' is not an integer of at least 1"),
-        ("--page-size 1.5", "'1.5' is not an integer of at least 1"),
+        ("--tp 0", "'0' is not a whole number above 0"),
+        ("--page-size 1.5", "'1.5' is not a whole number above 0"),
         ("--gpu-memory -3", "'-3' is not a number above 0"),
         ("--mem-fraction 80", "'80' is not between 0 and 1"),
         ("--mem-fraction x", "'x' is not a number above 0"),
