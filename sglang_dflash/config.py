@@ -194,6 +194,11 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
         )
     for name in arguments.unsupported:
         raise NotSupported(f"{flag(name)} is not supported with DFLASH ({UNSUPPORTED[name]}); drop the flag")
+    if arguments.heads_first:
+        raise NotSupported(
+            "SGLANG_USE_HND_KVCACHE=1 is not supported with DFLASH (the draft's K/V are written with a token's heads "
+            "side by side); set SGLANG_USE_HND_KVCACHE=0"
+        )
     arguments.require_rollback()
     _check_parallel(arguments)
     if flags.fp8_head:

@@ -78,6 +78,7 @@ class Arguments:
     draft_load_format: str | None = None
     host_cache: bool = False  # `--enable-hierarchical-cache`
     grammar_backend: str | None = None  # None: not resolved yet, which means xgrammar
+    heads_first: bool = False  # SGLANG_USE_HND_KVCACHE: a page of the KV cache holds the tokens of each head together
 
     def require_draft_path(self) -> str:
         """Return the draft's path.
@@ -137,6 +138,7 @@ def arguments_of(server_args: Any) -> Arguments:
         draft_load_format=args.speculative_draft_load_format,
         host_cache=args.enable_hierarchical_cache,
         grammar_backend=args.grammar_backend,
+        heads_first=envs.SGLANG_USE_HND_KVCACHE.get(),
     )
 
 

@@ -166,7 +166,7 @@ class Rings:
                 f"draft's ring buffers need; {STOCK}, or drop --speculative-draft-window-size if only this flag sets a "
                 "window"
             )
-        ring, n_requests = self.size, get_schedule().max_running_requests
+        ring, n_requests = self.size, max(1, get_schedule().max_running_requests // configurator.attn_dp_size)
         if configurator.mambaish_config is not None:
             n_requests = min(n_requests, get_schedule().max_mamba_cache_size // configurator._calculate_mamba_ratio())
         rings = (n_requests + 1) * ring * slot_bytes

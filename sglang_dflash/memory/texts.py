@@ -46,6 +46,7 @@ def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_mode
     """
     from sglang.srt.runtime_context import get_schedule
 
-    n_bytes = text_bytes(get_schedule().max_running_requests, configurator.model_config.context_len)
+    n_requests = max(1, get_schedule().max_running_requests // configurator.attn_dp_size)
+    n_bytes = text_bytes(n_requests, configurator.model_config.context_len)
     logger.info("n-gram copies: token histories of all requests take %.2f MiB", n_bytes / 2**20)
     return stock(configurator, pre_model_load_memory) - n_bytes

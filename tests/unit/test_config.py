@@ -146,6 +146,12 @@ def test_sizing_after_capture_refuses_a_window(draft):
         combine(replace(asked, draft_window=64), TARGET, draft, FLAGS)
 
 
+def test_a_kv_cache_with_heads_first_is_refused():
+    check_arguments(ARGUMENTS, FLAGS)
+    with pytest.raises(NotSupported, match=r"^SGLANG_USE_HND_KVCACHE=1 .*; set SGLANG_USE_HND_KVCACHE=0$"):
+        check_arguments(replace(ARGUMENTS, heads_first=True), FLAGS)
+
+
 @pytest.mark.parametrize(
     ("flag", "kept_by_layers", "kept"),
     [

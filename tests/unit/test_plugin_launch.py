@@ -88,6 +88,9 @@ BAD = {
         "--speculative-draft-window-size 64",
         env={"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
     ),
+    "KV cache with heads first": Bad(
+        "NotSupported: SGLANG_USE_HND_KVCACHE=1 is not supported with DFLASH", env={"SGLANG_USE_HND_KVCACHE": "1"}
+    ),
     "adaptive steps": Bad("NotSupported: --speculative-adaptive is not supported", "--speculative-adaptive"),
     "draft backend of another device": Bad(
         "NotSupported: --speculative-draft-attention-backend fa4: it does not run on cpu (sm90, sm100, sm110, sm120 "

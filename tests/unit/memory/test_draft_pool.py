@@ -22,11 +22,23 @@ from sglang_dflash.worker import DFlashWorker
 WINDOW, BLOCK = 64, 16
 
 
-def room(monkeypatch: pytest.MonkeyPatch, *, page: int = 1, hybrid: bool = False, slot_bytes: int | None = 100) -> int:
-    """Return how many of 10**6 bytes are left for the target's KV, with at most 8 requests and 15 state slots."""
+def room(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    page: int = 1,
+    hybrid: bool = False,
+    slot_bytes: int | None = 100,
+    n_groups: int = 1,
+) -> int:
+    """Return how many of 10**6 bytes are left for the target's KV, with at most 8 requests and 15 state slots.
+
+    Args:
+        n_groups: number of groups of ranks that serve different requests. They share the 8 requests.
+    """
     schedule = SimpleNamespace(page_size=page, max_running_requests=8, max_mamba_cache_size=15)
     monkeypatch.setattr(draft_kv, "get_schedule", lambda: schedule)
     configurator = SimpleNamespace(
+        attn_dp_size=n_groups,
         dflash_draft_cell_size_per_token=slot_bytes,
         mambaish_config=object() if hybrid else None,
         _calculate_mamba_ratio=lambda: 5,
@@ -39,6 +51,9 @@ def test_rings_are_subtracted_from_the_targets_memory(monkeypatch, page, ring):
     assert room(monkeypatch, page=page) == 10**6 - 9 * ring * 100
     # A hybrid target needs 5 of the 15 state slots per request, so 3 requests run. Row 0 (padding) has a ring as well.
     assert room(monkeypatch, page=page, hybrid=True) == 10**6 - 4 * ring * 100
+    # With attention data parallelism a rank has rings only for the requests of its group, at least one.
+    assert room(monkeypatch, page=page, n_groups=2) == 10**6 - 5 * ring * 100
+    assert room(monkeypatch, page=page, n_groups=16) == 10**6 - 2 * ring * 100
 
 
 def test_an_unknown_slot_size_is_refused(monkeypatch):
@@ -153,6 +168,7 @@ def test_copying_is_refused_on_disaggregated_servers(copy: Copy, disaggregation:
 def test_token_histories_are_subtracted_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = SimpleNamespace(max_running_requests=48)
     monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
-    configurator = SimpleNamespace(model_config=SimpleNamespace(context_len=262144))
-    left = texts.beside_texts(lambda configurator, before: 10**9, configurator, 1.0)
-    assert left == 10**9 - 49 * 262144 * 4
+    for n_groups, n_rows in ((1, 49), (8, 7)):
+        configurator = SimpleNamespace(attn_dp_size=n_groups, model_config=SimpleNamespace(context_len=262144))
+        left = texts.beside_texts(lambda configurator, before: 10**9, configurator, 1.0)
+        assert left == 10**9 - n_rows * 262144 * 4
