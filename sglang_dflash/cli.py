@@ -1,5 +1,6 @@
 """Parser, help format and suggestions that all subcommands of `sglang-dflash` share."""
 
+import math
 import re
 from argparse import (
     SUPPRESS,
@@ -21,6 +22,35 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def count_or_zero(text: str) -> int:
+    """Parse a whole number, 0 included, the value of an option."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Parse a finite number above 0, the value of an option."""
+    if not 0 < (number := _number(text)) < math.inf:
+        raise ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def positive_or_zero(text: str) -> float:
+    """Parse a finite number, 0 included, the value of an option."""
+    if not 0 <= (number := _number(text)) < math.inf:
+        raise ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return number
+
+
+def _number(text: str) -> float:
+    """Parse a number; any other text gives NaN, which no range contains."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

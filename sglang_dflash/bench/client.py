@@ -50,6 +50,7 @@ UNSTREAMED: Mapping[str, dict[str, Any]] = {
 STEPS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+REFUSED = (401, 403)  # statuses of a missing or wrong API key
 ABOUT = ("version", "speculative_algorithm", "speculative_num_draft_tokens", "attention_backend", "dtype")
 
 
@@ -72,16 +73,13 @@ class HttpEngine(Engine):
         """
         try:
             self.kind = self._whose()
-            models = self._get("/v1/models")
+            served = self._models()
         except httpx.TransportError as error:
             what = f"no server answers at {self.url} ({error}); start it, or give the URL that it listens on"
             raise ServerError(f"{self.name}: {what}") from error
         if expected is not None and self.kind is not expected:
             what = f"{self.url} is no {expected} server (it answers like {self.kind})"
             raise ServerError(f"{self.name}: {what}; drop --backend, or give another URL")
-        if models is None:
-            raise ServerError(f"{self.name}: {self.url} has no /v1/models; give the URL of an OpenAI-compatible server")
-        served = [model["id"] for model in models["data"]]
         self.model = self.model or served[0]
         if self.model not in served:
             raise ServerError(
@@ -90,7 +88,12 @@ class HttpEngine(Engine):
 
     def flush(self) -> bool:
         if self.kind is ServerKind.SGLANG:
-            self._checked(self.http.post("/flush_cache?timeout=30"))
+            with self._answering():
+                response = self.http.post("/flush_cache?timeout=30")
+            if response.status_code in REFUSED:
+                what = f"{self.name}: {self.url}/flush_cache answered {response.status_code}"
+                raise ServerError(f"{what}; start the server without --admin-api-key")
+            self._checked(response)
         return self.kind is ServerKind.SGLANG
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
@@ -121,11 +124,15 @@ class HttpEngine(Engine):
             return {}
         sampling = {"temperature": 0.0, "max_new_tokens": 1}
         body = {"input_ids": list(context), "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
-        response = self._checked(self.http.post("/generate", json=body))
+        with self._answering():
+            response = self._checked(self.http.post("/generate", json=body))
         return {token: logprob for logprob, token, _ in response.json()["meta_info"]["output_top_logprobs"][0]}
 
     def counted(self) -> Steps | None:
-        return vllm_steps(self.http.get("/metrics").text) if self.kind is ServerKind.VLLM else None
+        if self.kind is not ServerKind.VLLM:
+            return None
+        with self._answering():
+            return vllm_steps(self.http.get("/metrics").text)
 
     def widths(self) -> dict[str, int] | None:
         dflash = self._dflash(self._server_info())
@@ -134,7 +141,8 @@ class HttpEngine(Engine):
     def describe(self) -> dict[str, Any]:
         about: dict[str, Any] = {"url": self.url, "kind": str(self.kind), "model": self.model}
         if self.kind is ServerKind.VLLM:
-            about["version"] = (self._get("/version") or {}).get("version")
+            with self._answering():
+                about["version"] = self._get("/version").get("version")
         info = self._server_info()
         about |= {name: info[name] for name in ABOUT if info.get(name) is not None}
         if dflash := self._dflash(info):
@@ -142,7 +150,10 @@ class HttpEngine(Engine):
         return about
 
     def _server_info(self) -> dict[str, Any]:
-        return (self._get("/server_info") if self.kind is ServerKind.SGLANG else None) or {}
+        if self.kind is not ServerKind.SGLANG:
+            return {}
+        with self._answering():
+            return self._get("/server_info")
 
     @staticmethod
     def _dflash(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,22 +161,29 @@ class HttpEngine(Engine):
         return info.get("internal_states", [{}])[0].get("dflash") or {}
 
     def _whose(self) -> ServerKind:
-        if "internal_states" in (self._get("/server_info") or {}):
+        if "internal_states" in self._get("/server_info"):
             return ServerKind.SGLANG
-        return ServerKind.VLLM if set(self._get("/version") or {}) == {"version"} else ServerKind.OTHER
+        return ServerKind.VLLM if set(self._get("/version")) == {"version"} else ServerKind.OTHER
 
-    def _get(self, path: str) -> dict[str, Any] | None:
-        """Return the JSON object at `path`; None if there is none. Raises ServerError if the API key is refused."""
-        response = self.http.get(path)
-        if response.status_code in (401, 403):
-            raise ServerError(f"{self.name}: {self.url} refused the API key; give another with --api-key")
-        if response.status_code != 200:
-            return None
-        try:
-            found = response.json()
-        except json.JSONDecodeError:
-            return None
-        return found if isinstance(found, dict) else None
+    def _models(self) -> list[str]:
+        """Return the names of the served models, at least one.
+
+        Raises:
+            ServerError: the server refuses the key, or returns no list of models.
+        """
+        response = self.http.get("/v1/models")
+        found = _object(response).get("data") or ()
+        if names := [str(model["id"]) for model in found if isinstance(model, dict) and "id" in model]:
+            return names
+        what = f"{self.name}: {self.url}/v1/models answered {response.status_code}"
+        if response.status_code in REFUSED:
+            raise ServerError(f"{what}; give the server's API key with --api-key")
+        cure = "wait until the server is ready, or give the URL of an OpenAI-compatible server"
+        raise ServerError(f"{what} without a model; {cure}")
+
+    def _get(self, path: str) -> dict[str, Any]:
+        """Return the JSON object at `path`; empty if there is none."""
+        return _object(self.http.get(path))
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code != 200:
@@ -175,11 +193,21 @@ class HttpEngine(Engine):
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
+        """Turn a lost connection into a ServerError, which names the server."""
         try:
             yield
         except httpx.TransportError as error:
             what = f"{self.url} stopped answering ({type(error).__name__}); look at its log"
             raise ServerError(f"{self.name}: {what}") from error
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object that a response with status 200 contains; else empty."""
+    try:
+        found = response.json() if response.status_code == 200 else {}
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def steps_of(meta: Mapping[str, Any], n_tokens: int) -> Steps:

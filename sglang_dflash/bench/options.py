@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.bench import prompts
 from sglang_dflash.bench.client import ServerKind
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
-from sglang_dflash.cli import Add, Parser, RawHelp, count
+from sglang_dflash.cli import Add, Parser, RawHelp, count, positive_or_zero
 from sglang_dflash.servers import arms
 from sglang_dflash.servers.ports import port_number
 from sglang_dflash.tiny import pairs as tiny
@@ -189,7 +189,7 @@ def _add_what(add: Add) -> None:
     add("--max-new-tokens", "--max-tokens", **NUMBER, default=4096, help=longest)
     add(
         "--temperature",
-        type=float,
+        type=positive_or_zero,
         metavar="T",
         default=0.0,
         help="sampling temperature; at 0 (greedy) the arms' answers are compared",
@@ -217,7 +217,7 @@ def _add_how(add: Add) -> None:
     )
     add(
         "--tie-gap",
-        type=float,
+        type=positive_or_zero,
         metavar="G",
         default=0.0,
         help="accept a difference if both tokens are within G nats of the likeliest token; 0: accept none",
@@ -258,8 +258,6 @@ def _check(options: argparse.Namespace) -> None:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as torchrun sets it, but one process runs this benchmark; "
             "start it without torchrun, or unset WORLD_SIZE"
         )
-    if options.temperature < 0:
-        raise ValueError(f"--temperature {options.temperature} is below 0; give 0 (greedy) or more")
     if options.require_equal and options.temperature > 0:
         raise ValueError(f"--require-equal needs greedy answers; drop it, or --temperature {options.temperature}")
     if options.tie_gap and not options.require_equal:
@@ -293,8 +291,8 @@ def named_urls(given: Sequence[str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for text in given:
-        name, separator, url = text.partition("=") if not text.startswith("http") else ("", "", text)
-        if not url.startswith(("http://", "https://")):
+        name, separator, url = text.partition("=") if not text.startswith(("http://", "https://")) else ("", "", text)
+        if not url.startswith(("http://", "https://")) or (separator and not name):
             raise ValueError(f"--base-url {text} is no [NAME=]URL; write it like ours=http://127.0.0.1:30000")
         if len(given) > 1 and not separator:
             raise ValueError(f"--base-url {text} has no name; with several servers write NAME=URL for each")

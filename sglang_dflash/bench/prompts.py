@@ -155,7 +155,7 @@ def _prompt(line: str, where: str) -> Prompt:
         row = json.loads(line)
         if "input_ids" in row:
             return _token_ids(row["input_ids"], where)
-        messages = row["messages"] if "messages" in row else asked(str(row["prompt"]))
+        messages = row["messages"] if "messages" in row else asked(*_questions(row["prompt"]))
         messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(
@@ -167,6 +167,14 @@ def _prompt(line: str, where: str) -> Prompt:
     if (role := messages[-1]["role"]) != "user":
         raise ValueError(f"{where}: the last message has the role {role!r}; end with the user's message")
     return messages
+
+
+def _questions(prompt: Any) -> list[str]:
+    """Return the turns of a user: a string is one, a list of strings several. Raise TypeError for anything else."""
+    turns = prompt if isinstance(prompt, list) else [prompt]
+    if not turns or not all(isinstance(turn, str) for turn in turns):
+        raise TypeError("no text")
+    return turns
 
 
 def _token_ids(found: Any, where: str) -> TokenIds:

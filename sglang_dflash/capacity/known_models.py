@@ -33,7 +33,7 @@ def find(name: str, known: Mapping[str, Model]) -> Model:
     """Return the model called `name`, case-insensitive, with or without its organisation.
 
     Raises:
-        ValueError: the model is unknown.
+        ValueError: the model is unknown, or its config is not in this package.
     """
     for other in known:
         if is_called(other, name):

@@ -13,7 +13,7 @@ from sglang_dflash import flags
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import MAMBA_RATIO, MAX_REQUESTS, RadixStates
-from sglang_dflash.cli import Add, Parser, count, nearest
+from sglang_dflash.cli import Add, Parser, count, nearest, positive
 
 CONTEXT = 8192  # default number of tokens of a request, prompt and answer together
 STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
@@ -39,7 +39,8 @@ OF_FRACTION = (
     *("--chunked-prefill-size", "--max-prefill-tokens"),
 )
 AUTO = "auto"
-PAGES = {"fa4": 128, "trtllm_mha": 64}  # page sizes that SGLang sets for an attention backend
+FA4_PAGE = 128  # tokens per page with fa4 on B200 and B300; on other GPUs fa4 keeps --page-size
+TRTLLM_PAGES, TRTLLM_PAGE = (16, 32, 64, 128), 64  # tokens per page that trtllm_mha accepts, and its default
 
 
 class CapacityParser(Parser):
@@ -90,18 +91,21 @@ def add_options(add: Add) -> None:
 
 
 def page_size(options: argparse.Namespace) -> int:
-    """Return the tokens per page of the KV cache, as given or as SGLang sets them for the attention backends."""
-    backends = list(options.attention_backends)
-    if options.draft_backend == "trtllm_mha":  # fa4 sets pages only as the target's backend
-        backends.append(options.draft_backend)
-    return options.page_size or max((PAGES.get(backend, 1) for backend in backends), default=1)
+    """Return the number of tokens per page of the KV cache, with SGLang's changes for attention backends."""
+    if "fa4" in options.attention_backends:  # only as the target's backend
+        return FA4_PAGE
+    uses_trtllm = "trtllm_mha" in (*options.attention_backends, options.draft_backend)
+    if uses_trtllm and options.page_size not in TRTLLM_PAGES:
+        return TRTLLM_PAGE
+    return options.page_size or 1
 
 
 def radix_states(options: argparse.Namespace) -> RadixStates:
     """Return the strategy of the prefix cache, with SGLang's choice for "auto"."""
     strategy, overlap = options.mamba_radix_cache_strategy, not options.disable_overlap_schedule
     if strategy == AUTO:
-        strategy = "extra_buffer" if overlap or page_size(options) > 1 else "no_buffer"
+        # SGLang resolves the strategy before an attention backend changes the page size.
+        strategy = "extra_buffer" if overlap or (options.page_size or 1) > 1 else "no_buffer"
     # Without the overlap schedule a request needs one slot less, as many as with the lazy strategy.
     return RadixStates.EXTRA_BUFFER_LAZY if strategy == "extra_buffer" and not overlap else STRATEGIES[strategy]
 
@@ -121,22 +125,11 @@ def uncounted(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return others, of_fraction if options.mem_fraction is None else []
 
 
-def amount(text: str) -> float:
-    """Parse a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
 def share(text: str) -> float:
     """Parse a number above 0 and below 1."""
-    if not amount(text) < 1:
+    if not positive(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
-    return amount(text)
+    return positive(text)
 
 
 def _add_pair(add: Add) -> None:
@@ -157,7 +150,7 @@ def _add_pair(add: Add) -> None:
 
 
 def _add_memory(add: Add) -> None:
-    add("--gpu-memory", type=amount, required=True, metavar="GIB", help="memory of a card, as its driver reports it")
+    add("--gpu-memory", type=positive, required=True, metavar="GIB", help="memory of a card, as its driver reports it")
     add("--context", type=count, default=CONTEXT, metavar="N", help="tokens of a request, prompt and answer together")
     add(
         "--block",
@@ -173,7 +166,8 @@ def _add_memory(add: Add) -> None:
         "--speculative-dflash-draft-window-size",
         type=count,
         metavar="N",
-        help="context tokens of the draft, in a ring buffer per request (default: all, in the KV cache)",
+        help="context tokens of the draft, in a ring buffer per request (default: the draft's window if all its layers "
+        "slide, else all tokens, in the KV cache)",
     )
     add("--tp", "--tp-size", "--tensor-parallel-size", type=count, default=1, metavar="N", help="number of cards")
     add(
@@ -202,7 +196,7 @@ def _add_kv(add: Add) -> None:
     add("--draft-kv-dtype", "--speculative-draft-kv-cache-dtype", metavar="DTYPE", help=own)
     add("--page-size", type=count, metavar="N", help="tokens per page of the KV cache (default: by attention backend)")
     backends = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
-    by_page = f"attention backend; sets the page size: {', '.join(f'{n} for {name}' for name, n in PAGES.items())}"
+    by_page = f"attention backend; sets the page size: {TRTLLM_PAGE} for trtllm_mha, {FA4_PAGE} for fa4"
     add(*backends, dest="attention_backends", action="append", default=[], metavar="NAME", help=by_page)
     only = "attention backend of the draft; trtllm_mha sets the page size too"
     add("--speculative-draft-attention-backend", dest="draft_backend", metavar="NAME", help=only)
@@ -214,12 +208,12 @@ def _add_kv(add: Add) -> None:
 def _add_states(add: Add) -> None:
     add(
         "--mamba-full-memory-ratio",
-        type=amount,
+        type=positive,
         default=MAMBA_RATIO,
         metavar="X",
         help="ratio of recurrent-state memory to KV cache memory",
     )
-    n_states = "number of recurrent states (default: by --mamba-full-memory-ratio)"
+    n_states = "number of recurrent states (default: by --mamba-full-memory-ratio; with strategy off, one a request)"
     add("--max-mamba-cache-size", type=count, metavar="N", help=n_states)
     add(
         "--mamba-ssm-dtype",
@@ -241,7 +235,7 @@ def _add_states(add: Add) -> None:
         default=SUPPRESS,
         help="the same as --mamba-radix-cache-strategy off",
     )
-    fewer = "SGLang's flag; a request then needs fewer recurrent states"
+    fewer = "SGLang's flag; with the strategies auto and extra_buffer a request then needs fewer recurrent states"
     add("--disable-overlap-schedule", action="store_true", help=fewer)
 
 

@@ -55,13 +55,7 @@ def keep_serving(server: Server, question: str, console: Console) -> None:
 
 
 def show_page(demo: Demo, port: int, console: Console) -> None:
-    """Serve the page until Ctrl-C.
-
-    Raises:
-        ServerError: the port is taken.
-    """
-    if not port_is_free(port):
-        raise ServerError(f"port {port} is taken or not permitted; choose another with --web-port")
+    """Serve the page until Ctrl-C."""
     with web_server(demo, port) as server:
         console.print(f"\nOpen [bold]http://{HOST}:{port}[/] in a browser; Ctrl-C ends it.", highlight=False)
         server.serve_forever()
@@ -83,6 +77,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, help="folder of another target, of the tiny pair's architecture")
     parser.add_argument("--draft", type=Path, help="folder of another draft")
     options = parser.parse_args(arguments)
+    if options.web and options.web_port == options.port:
+        parser.error(f"--web-port and --port are both {options.port}; change one")
     if options.smollm2 and (options.target or options.draft):
         parser.error("--smollm2 serves its own target and draft; drop it, or --target and --draft")
     for name, folder, file in (("target", options.target, "tokenizer.json"), ("draft", options.draft, "config.json")):
@@ -103,14 +99,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
+    """Start both servers, ask the questions, and stop the servers.
+
+    Raises:
+        ServerError: a port is taken, or a server ends by itself.
+    """
     end_on_sigterm()
+    if options.web and not port_is_free(options.web_port):
+        raise ServerError(f"port {options.web_port} is taken or not permitted; choose another with --web-port")
     show = chosen(options.target, options.draft, real=options.smollm2, console=console)
     tokenizer = Tokenizer.from_file(str(show.pair.target / "tokenizer.json"))
     trace = options.logs / f"steps-{options.port}"
     shutil.rmtree(trace, ignore_errors=True)  # from an earlier demo
     env = {"SGLANG_DFLASH_WIDTH_TRACE": str(trace)} if options.web else {}
     on = make_server(options.arm, show, options.port, options.logs, env)
-    off = make_server(Arm.OFF, show, free_port(options.port + 1), options.logs)
+    other_port = free_port(options.port + 1)
+    if other_port == options.web_port:
+        other_port = free_port(other_port + 1)
+    off = make_server(Arm.OFF, show, other_port, options.logs)
     try:
         on.start()
         off.start()

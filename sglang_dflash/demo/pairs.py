@@ -1,4 +1,7 @@
-"""Pairs that the demo serves, with their flags and questions: SmolLM2-135M-Instruct, or the tiny hybrid pair."""
+"""Pairs that the demo serves, with their flags and questions.
+
+These are SmolLM2-135M-Instruct, the tiny hybrid pair, or the user's own folders in place of the tiny ones.
+"""
 
 import os
 from pathlib import Path
@@ -61,14 +64,16 @@ class Show(NamedTuple):
 
 
 def tiny_show(pair: Pair = tiny.HYBRID) -> Show:
-    return Show("the tiny pair", pair, (*tiny.FLAGS, *tiny.HYBRID_FLAGS), tiny_questions(), exact=True)
+    """Return `pair`, which has the tiny pair's architecture, with the tiny pair's flags and questions."""
+    name = "the tiny pair" if pair == tiny.HYBRID else f"{pair.target} with {pair.draft}"
+    return Show(name, pair, (*tiny.FLAGS, *tiny.HYBRID_FLAGS), tiny_questions(), exact=True)
 
 
 def smollm2_show() -> Show:
-    """Return SmolLM2-135M-Instruct and its draft, in the dtype in which this machine's processor is fastest.
+    """Return SmolLM2-135M-Instruct and its draft, to be served in the dtype in which this processor is fastest.
 
     Raises:
-        NoModelError: the package with the target cannot be downloaded.
+        NoModelError: see `smollm2.checkpoint`.
     """
     import torch  # imported here with the next two, because they take seconds
 

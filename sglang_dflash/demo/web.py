@@ -131,15 +131,23 @@ class Demo:
 
 def conversation(body: bytes) -> list[Message]:
     """Parse a conversation that ends with a question, or raise ValueError."""
-    return require_question(json.loads(body))
+    return require_question(parsed(body))
 
 
 def comparison(body: bytes) -> tuple[list[Message], tuple[str, str]]:
     """Parse a conversation and the two answers to its question, or raise ValueError."""
-    match json.loads(body):
+    match parsed(body):
         case {"messages": messages, "answers": [str(one), str(other)]}:
             return require_question(messages), (one, other)
     raise ValueError("send messages and the two answers to the last one")
+
+
+def parsed(body: bytes) -> Any:
+    """Parse JSON, or raise ValueError."""
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise ValueError("lists and objects are nested too deeply") from None
 
 
 def require_question(messages: Any) -> list[Message]:

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sglang_dflash.cli import Parser
+from sglang_dflash.cli import Parser, count, count_or_zero, positive_or_zero
 
 if TYPE_CHECKING:
     from sglang_dflash.mlx.generate import DecodedStep
@@ -22,16 +22,16 @@ def arguments() -> Parser:
     add("--draft", required=True, help="its DFlash draft: a folder, or a name on the Hugging Face hub")
     add("--prompt", required=True, help="a user's message; with --raw, the text to continue")
     add("--raw", action="store_true", help="use the prompt without the chat template")
-    add("--max-tokens", type=int, default=512, help="largest number of tokens in the answer")
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this total probability")
-    add("--top-k", type=int, default=0, help="draw from this many likeliest tokens; 0: all")
+    add("--max-tokens", type=count, default=512, help="largest number of tokens in the answer")
+    add("--temperature", type=positive_or_zero, default=0.0, help="sampling temperature; 0 is greedy")
+    add("--top-p", type=positive_or_zero, default=1.0, help="draw from the likeliest tokens of this total probability")
+    add("--top-k", type=count_or_zero, default=0, help="draw from this many likeliest tokens; 0: all")
     min_p = "drop tokens whose probability is below this share of the likeliest token's"
-    add("--min-p", type=float, default=0.0, help=min_p)
+    add("--min-p", type=positive_or_zero, default=0.0, help=min_p)
     add("--seed", type=int, default=0, help="seed of the random draws")
-    add("--width", type=int, help="slots drafted and verified per step (default: the draft's block size)")
+    add("--width", type=count, help="slots drafted and verified per step (default: the draft's block size)")
     window = "largest number of context tokens that the draft attends to"
-    add("--draft-window", type=int, help=f"{window} (default: no limit beyond the draft's own window)")
+    add("--draft-window", type=count, help=f"{window} (default: no limit beyond the draft's own window)")
     return parser
 
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
-from sglang_dflash.cli import Parser
+from sglang_dflash.cli import Parser, positive
 from sglang_dflash.prove.machine import place_of
 from sglang_dflash.servers.document import write
 from sglang_dflash.servers.ports import port_number
@@ -26,7 +26,8 @@ NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "pyte
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.py" for name in ("environment", "inside", "ops", "draft_graph", "outside")]  # in this order
 MINUTES, MINUTES_SHORT = 60.0, 12.0
-# Isolates pytest: no configuration file, no conftest.py, no other plugin.
+# Arguments of pytest: no configuration file, no conftest.py, this package's plugin, and one process that is restarted
+# for each file. `main` disables all other plugins by an environment variable.
 PYTEST = [
     *("-c", os.devnull, "--rootdir", str(HERE), "--noconftest", "--import-mode=append", "--max-worker-restart=99"),
     *("-p", "sglang_dflash.prove.plugin", "-p", "pytest_timeout", "-p", "xdist.plugin", "-p", "no:faulthandler"),
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--only", nargs="+", default=[], metavar="NAME", help="run only these checks, with their names in --list")
     add("--short", action="store_true", help="run the most important checks, on fewer prompts")
     limit = f"time limit of the run; later checks are skipped (default: {MINUTES:g}, with --short {MINUTES_SHORT:g})"
-    add("--minutes", type=float, help=limit)
+    add("--minutes", type=positive, help=limit)
     add("--model-path", help="target to serve instead of the tiny one")
     add("--draft-path", help="draft of that target")
     out = "JSON document; logs are written beside it (default: dflash-prove-<time>.json)"

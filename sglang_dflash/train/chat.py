@@ -166,7 +166,9 @@ def served_call(call: dict[str, Any], *, decode: bool) -> dict[str, Any]:
     """
     require_keys(call, ("id", "index", "type", "function"), "a tool call")
     if not isinstance(call.get("function"), dict):
-        raise ValueError(f"the tool call {str(call)[:60]} has no function; add an object with name and arguments")
+        raise ValueError(
+            f"the tool call {str(call)[:60]} has no function that is an object; add one with name and arguments"
+        )
     require_keys(call["function"], ("name", "arguments"), "the function of a tool call")
     arguments = call["function"].get("arguments")
     if decode and isinstance(arguments, str):
@@ -192,6 +194,7 @@ def served_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: an entry of `tools` is no tool of the OpenAI API.
+        HostMismatch: the installed SGLang lacks a required name.
     """
     if not tools:
         return []

@@ -4,16 +4,27 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from openai import APIConnectionError, APIError, AsyncOpenAI, NotFoundError
+from openai import (
+    APIConnectionError,
+    APIError,
+    APITimeoutError,
+    AsyncOpenAI,
+    AuthenticationError,
+    BadRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 from openai.types.chat import ChatCompletionMessage
 
 from sglang_dflash.train.answers import Line, Sampling, Write
+
+TIMEOUT_S = 3600
 
 
 class ServerSource:
     """Server of the target, with at most `at_once` requests in flight. See `answers.Source`."""
 
-    def __init__(self, url: str, at_once: int, client: AsyncOpenAI | None = None) -> None:
+    def __init__(self, url: str, at_once: int, client: AsyncOpenAI | None = None, *, api_key: str = "none") -> None:
         """Create the client.
 
         Raises:
@@ -23,7 +34,7 @@ class ServerSource:
             raise ValueError(f"--server {url} has no http://; did you mean http://{with_v1(url)}?")
         self.url = url
         self.at_once = at_once
-        self.client = client or AsyncOpenAI(base_url=url, api_key="none", timeout=3600)
+        self.client = client or AsyncOpenAI(base_url=url, api_key=api_key, timeout=TIMEOUT_S)
 
     def answer(self, prompts: Sequence[tuple[int, Line]], sampling: Sampling, write: Write) -> None:
         async def run() -> None:
@@ -61,15 +72,22 @@ class ServerSource:
             ) from error
 
     def _cure(self, error: APIError) -> str:
+        if isinstance(error, APITimeoutError):
+            return "see the server's log, then repeat the command"
         if isinstance(error, APIConnectionError):
             return "start the server or correct --server, then repeat the command"
         if isinstance(error, NotFoundError) and self.url != with_v1(self.url):
             return f"repeat the command with --server {with_v1(self.url)}"
-        return "fix the cause, then repeat the command"
+        if isinstance(error, AuthenticationError | PermissionDeniedError):
+            return "repeat the command with the server's key as --api-key"
+        return "see the server's log, then repeat the command"
 
     async def model(self) -> str:
-        """Return the name of the served model."""
-        return (await self.client.models.list()).data[0].id
+        """Return the name of the served model, or raise ValueError if there is none."""
+        models = (await self.client.models.list()).data
+        if not models:
+            raise ValueError(f"--server {self.url} lists no model; give the URL of the target's server")
+        return models[0].id
 
 
 def with_v1(url: str) -> str:
@@ -78,15 +96,27 @@ def with_v1(url: str) -> str:
 
 
 async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, number: int) -> Line | None:
-    """Return the line with the target's answer; None if the answer is empty. `number`: the line's number, from 0."""
-    reply = await client.chat.completions.create(
-        model=model,
-        messages=line["messages"],
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature_of(number),
-        seed=sampling.seed + number,
-        extra_body={key: value for key, value in line.items() if key != "messages"},
-    )
+    """Return the line with the target's answer; None if the answer is empty.
+
+    Args:
+        number: the prompt's number, from 0.
+    Raises:
+        ValueError: the server rejects the prompt.
+    """
+    try:
+        reply = await client.chat.completions.create(
+            model=model,
+            messages=line["messages"],
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature_of(number),
+            seed=sampling.seed + number,
+            extra_body={key: value for key, value in line.items() if key != "messages"},
+        )
+    except BadRequestError as error:
+        raise ValueError(
+            f"the server rejects prompt {number + 1} ({error}); shorten or remove it, or lower --max-tokens, then "
+            "repeat the command. Lines already written are kept"
+        ) from error
     answer = answer_of(reply.choices[0].message)
     return line | {"messages": [*line["messages"], answer]} if answer else None
 

@@ -1,11 +1,12 @@
 """Options of `sglang-dflash train`. This module does not import torch, so that `--help` is printed without delay."""
 
+import os
 from argparse import ArgumentTypeError
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.cli import Add, Parser
+from sglang_dflash.cli import Add, Parser, count, count_or_zero, positive, positive_or_zero
 from sglang_dflash.train.sizes import Second
 
 DTYPES = ("bf16", "fp32")
@@ -56,8 +57,8 @@ def _add_draft(draft: Parser) -> None:
 
 
 def _add_shape(add: Add) -> None:
-    add("--layers", type=int, default=5, help="layers of the draft")
-    add("--block-size", type=int, default=16, help="tokens of a block, the anchor included")
+    add("--layers", type=count, default=5, help="layers of the draft")
+    add("--block-size", type=count, default=16, help="tokens of a block, the anchor included")
     add(
         "--target-layer-ids",
         type=layer_ids,
@@ -66,12 +67,12 @@ def _add_shape(add: Add) -> None:
     )
     add(
         "--mask-token-id",
-        type=int,
+        type=count_or_zero,
         help="id of the token in slots to fill, one that no text uses (default: the tokenizer's mask token)",
     )
     add("--dflash2", action="store_true", help="train a DFlash 2 draft; the next four options are its sizes")
     for field in fields(Second):
-        add(option(field.name), type=int, default=field.default, help=SECOND_HELP[field.name])
+        add(option(field.name), type=count, default=field.default, help=SECOND_HELP[field.name])
 
 
 def _add_course(add: Add) -> None:
@@ -81,17 +82,17 @@ def _add_course(add: Add) -> None:
         default="target",
         help="initial weights: target (its last layers), random, or the folder of a draft to train further",
     )
-    add("--steps", type=int, default=10_000, help="training steps")
-    add("--learning-rate", type=float, default=6e-4, help="highest learning rate, after the warm-up")
-    add("--warmup-steps", type=int, default=400, help="steps of linear warm-up, before the cosine")
-    add("--rows", type=int, default=4, help="documents per step, shared among the processes")
-    add("--max-length", type=int, default=1024, help="largest number of tokens of a document; longer ones are cut")
-    add("--anchors", type=int, default=64, help="blocks per document")
+    add("--steps", type=count, default=10_000, help="training steps")
+    add("--learning-rate", type=positive, default=6e-4, help="highest learning rate, after the warm-up")
+    add("--warmup-steps", type=count_or_zero, default=400, help="steps of linear warm-up, before the cosine")
+    add("--rows", type=count, default=4, help="documents per step, shared among the processes")
+    add("--max-length", type=count, default=1024, help="largest number of tokens of a document; longer ones are cut")
+    add("--anchors", type=count, default=64, help="blocks per document")
     gamma = "slots over which a slot's weight in the loss falls to 37 %% (default: DFlash's, 7 for blocks of 16)"
-    add("--gamma", type=float, help=gamma)
+    add("--gamma", type=positive, help=gamma)
     add(
         "--scored",
-        type=int,
+        type=count_or_zero,
         default=0,
         help="score only this many of the most frequent tokens in a step, and 1,024 random ones; 0: the whole "
         "vocabulary",
@@ -108,17 +109,17 @@ def _add_course(add: Add) -> None:
 
 
 def _add_watch(add: Add) -> None:
-    add("--save-every", type=int, default=200, help="steps between checkpoints; each also saves the draft")
-    add("--report-every", type=int, default=100, help="steps between evaluations")
-    add("--eval-prompts", type=int, default=8, help="held-out prompts to answer in an evaluation; 0: none")
-    add("--eval-tokens", type=int, default=64, help="largest number of tokens in each of these answers")
+    add("--save-every", type=count, default=200, help="steps between checkpoints; each also saves the draft")
+    add("--report-every", type=count, default=100, help="steps between evaluations")
+    add("--eval-prompts", type=count_or_zero, default=8, help="held-out prompts to answer in an evaluation; 0: none")
+    add("--eval-tokens", type=count, default=64, help="largest number of tokens in each of these answers")
 
 
 def _add_prompts(asks: Parser) -> None:
     asks.add_argument("--target", required=True, help="folder or hub name of the target")
     asks.add_argument("--out", type=Path, required=True, help=".jsonl to write")
-    asks.add_argument("--turns", type=int, default=2000, help="user turns that the target writes")
-    asks.add_argument("--tasks", type=int, default=2000, help="tasks about code and documentation")
+    asks.add_argument("--turns", type=count_or_zero, default=2000, help="user turns that the target writes")
+    asks.add_argument("--tasks", type=count_or_zero, default=2000, help="tasks about code and documentation")
     asks.add_argument(
         "--folders", type=Path, nargs="*", help="Python packages for the tasks (default: Python's standard library)"
     )
@@ -130,8 +131,9 @@ def _add_answers(answers: Parser) -> None:
     lines = ".jsonl of {\"messages\"} whose last turn is the user's or a tool's"
     add("--prompts", type=Path, required=True, help=lines)
     add("--out", type=Path, required=True, help=".jsonl to append to; prompts answered there are not sent again")
-    add("--temperature", type=float, default=0.7, help="temperature of every second answer; the others are greedy")
-    add("--max-tokens", type=int, default=256, help="largest number of tokens in an answer")
+    warmth = "temperature of every second answer; the others are greedy"
+    add("--temperature", type=positive_or_zero, default=0.7, help=warmth)
+    add("--max-tokens", type=count, default=256, help="largest number of tokens in an answer")
     add("--target", help="folder or hub name of the target; needed without --server")
     _add_source(add)
 
@@ -142,14 +144,16 @@ def _add_source(add: Add) -> None:
         help="OpenAI-compatible server of the target, such as http://127.0.0.1:30000/v1 "
         "(default: Transformers runs the target in this process)",
     )
-    add("--at-once", type=int, default=32, help="requests in flight; without --server, prompts of a batch")
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    add("--api-key", default=key, metavar="KEY", help="API key of --server (default: the variable OPENAI_API_KEY)")
+    add("--at-once", type=count, default=32, help="requests in flight; without --server, prompts of a batch")
     add("--device", help=DEVICE_HELP)
     add("--seed", **SEED)
 
 
 def _add_chats(chats: Parser) -> None:
     chats.add_argument("--out", type=Path, required=True, help=".jsonl to write")
-    chats.add_argument("--lines", type=int, default=2000, help="conversations to write")
+    chats.add_argument("--lines", type=count, default=2000, help="conversations to write")
     chats.add_argument("--seed", **SEED)
 
 
@@ -157,7 +161,7 @@ def _add_tiny(tiny: Parser) -> None:
     tiny.add_argument("--out", type=Path, default=Path("tiny"), help="folder for target/ and draft/")
     tiny.add_argument("--kind", choices=("hybrid", "dense"), default="hybrid", help="layers of the target")
     tiny.add_argument("--dflash2", action="store_true", help="train draft2/, a DFlash 2 draft, for the target in --out")
-    tiny.add_argument("--target-steps", type=int, help="training steps of the target (default: the shipped pair's)")
-    tiny.add_argument("--draft-steps", type=int, help="training steps of the draft (default: the shipped pair's)")
-    tiny.add_argument("--threads", type=int, default=1, help="torch threads; more than free cores is much slower")
+    tiny.add_argument("--target-steps", type=count, help="training steps of the target (default: the shipped pair's)")
+    tiny.add_argument("--draft-steps", type=count, help="training steps of the draft (default: the shipped pair's)")
+    tiny.add_argument("--threads", type=count, default=1, help="torch threads; more than free cores is much slower")
     tiny.add_argument("--seed", **SEED)

@@ -138,7 +138,7 @@ def run_answers(args: argparse.Namespace) -> None:
 def source_of(args: argparse.Namespace) -> answers.Source:
     """Return the server, or else load the target into this process."""
     if args.server:
-        return ServerSource(args.server, args.at_once)
+        return ServerSource(args.server, args.at_once, api_key=args.api_key)
     if not args.target:
         raise ValueError(
             "found neither --server nor --target; give --server URL, or --target PATH to run it in this process"

@@ -23,7 +23,8 @@ def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
             draft. Then DFlash 2's additions have no effect at first.
 
     Raises:
-        ValueError: the other draft has other settings, such as sizes or feature layers.
+        ValueError: the other draft has other settings, such as sizes or feature layers, or the target has fewer layers
+            than the draft that it initialises.
         FileNotFoundError: there is no such draft.
     """
     initialised(draft)
@@ -74,6 +75,11 @@ def start_from(draft: DraftModel, target: PreTrainedModel) -> None:
     output for an input of ones, because some models add 1 to the stored weight.
     """
     decoder = target.get_decoder()
+    if len(draft.layers) > len(decoder.layers):
+        raise ValueError(
+            f"--layers {len(draft.layers)} exceeds the {len(decoder.layers)} layers of the target, which initialise "
+            f"the draft; give --layers {len(decoder.layers)}, or --start-from random"
+        )
     layers = decoder.layers[-len(draft.layers) :]
     pairs = [(draft.norm, decoder.norm), (draft.hidden_norm, layers[0].input_layernorm)]
     for own_layer, layer in zip(draft.layers, layers, strict=True):

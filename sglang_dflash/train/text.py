@@ -135,7 +135,8 @@ def _parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part
 
 def _string(row: dict[str, Any], name: str) -> str:
     if not isinstance(row.get(name), str):
-        raise ValueError(f"{name!r} is {row.get(name)!r}; it must be a string")
+        found = f"is {row[name]!r:.60}" if name in row else "is missing"
+        raise ValueError(f"{name!r} {found}; it must be a string")
     return row[name]
 
 

@@ -46,7 +46,7 @@ PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|\s+(?!\S)|\s+"
 
 CONTEXT_LENGTH = 4096
 PROMPT_WEIGHT = 0.1  # weight of a prompt token's loss; a response token's loss has weight 1
-SHORT, LONG = (4, 256), (1, 1024)  # number of rows and tokens per row of a batch
+SHORT, LONG = (4, 256), (1, 1024)  # rows of a batch, and predicted tokens per row; a row has one token more
 LONG_EVERY = 4  # every 4th batch is one long row
 
 RECIPES: dict[Kind, TrainRecipe] = {

@@ -37,7 +37,8 @@ class Rows(NamedTuple):
 def packed(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
     """Yield rows of `length` tokens, each of concatenated documents; a row's last document is cut to fit.
 
-    No row starts inside a document, because an answer without its question is useless for training.
+    No row starts inside a document, because an answer without its question is useless for training. Documents after the
+    last full row are left out.
     """
     ids: list[int] = []
     is_response: list[bool] = []

@@ -37,9 +37,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ((*URL, "--serve"), "--base-url and --serve; give one of"),
         (("--base-url", "off"), "--base-url off is no [NAME=]URL"),
         ((*URL, "http://127.0.0.1:1"), "with several servers write NAME=URL for each"),
+        (("--base-url", "=http://x", "=http://y"), "--base-url =http://x is no [NAME=]URL"),
         (("--base-url", "a=http://x", "a=http://y"), "two arms are called a; give each"),
         ((*URL, "--", "--tp", "2"), "-- --tp ...: --base-url takes no server flags; drop them, or use --serve"),
-        ((*URL, "--temperature", "-1"), "--temperature -1.0 is below 0"),
+        ((*URL, "--temperature", "-1"), "--temperature: '-1' is not a number of 0 or more"),
         ((*URL, "--concurrency", "1,0"), "'0' is not a whole number above 0"),
         ((*URL, "--port", "70000"), "--port: '70000' is no port; give a number from 1 to 65535"),
         ((*URL, "--dataset", "gsm9k"), "invalid choice: 'gsm9k'"),
@@ -58,7 +59,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", *SERVED),
             "the same name once paths are shortened (ours:A=x, ours:A=x)",
         ),
-        (("--serve", "--arms", "ours:PYTHONPATH=/x", *SERVED), "would mix two checkouts; run the benchmark in each"),
+        (("--serve", "--arms", "ours:PYTHONPATH=/x", *SERVED), "PYTHONPATH cannot select another checkout"),
         ((*URL, "--preset", "readme"), "found --base-url and --preset readme; give one of"),
         (("--preset", "widths", "--concurrency", "1,32"), "--concurrency 32: the servers of --preset widths run 16"),
         ((*URL, "--require-equal", "--temperature", "1"), "--require-equal needs greedy answers"),
@@ -135,6 +136,16 @@ def test_a_file_may_hold_token_ids(tmp_path):
     body = Sampling(max_new_tokens=8, ignore_eos=True).body("m", task.prompts[0])
     assert (body["input_ids"], body["ignore_eos"]) == ((5, 6), True)
     assert not {"input_ids", "ignore_eos"} & set(Sampling(max_new_tokens=8).body("m", task.prompts[1]))
+
+
+def test_a_prompt_may_be_the_turns_of_a_user(tmp_path):
+    data = tmp_path / "turns.jsonl"
+    data.write_text('{"prompt": ["First.", "Then."]}\n')
+    assert prompts.read(data, 1).prompts == [asked("First.", "Then.")]
+    for wrong in ("null", "[]", '["a", 1]', "5"):
+        data.write_text(f'{{"prompt": {wrong}}}\n')
+        with pytest.raises(ValueError, match=r"turns\.jsonl:1: found .*; write one JSON object per line, with"):
+            prompts.read(data, 1)
 
 
 def test_repeating_conversations_include_earlier_answers():

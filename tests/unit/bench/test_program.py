@@ -9,12 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
 from rich.console import Console
 
 from sglang_dflash.bench import report, served
 from sglang_dflash.bench.__main__ import every_repeat
 from sglang_dflash.bench.__main__ import run as main
+from sglang_dflash.bench.client import HttpEngine, ServerKind
 from sglang_dflash.bench.compare import GateError
 from sglang_dflash.bench.schedule import Bench
 from sglang_dflash.servers import arms
@@ -121,6 +123,39 @@ def test_servers_are_compared_with_the_first(fake, bench):
     turns = [turn for turn in document["widths"] if turn["concurrency"] == 1]
     assert {turn["arm"] for turn in turns} == {"same"}
     assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # 2 steps, 5 prompts, 2 repeats and a streamed run
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (401, {}, r"/v1/models answered 401; give the server's API key with --api-key"),
+        (503, {}, r"/v1/models answered 503 without a model; wait until the server is ready, or give the URL of an"),
+        (200, {"data": []}, r"/v1/models answered 200 without a model"),
+        (200, {"data": ["m"]}, r"/v1/models answered 200 without a model"),
+    ],
+)
+def test_a_server_without_models_is_reported(status, body, message):
+    engine = HttpEngine("mine", "http://server")
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        # Gateways refuse paths that they do not know with 403, whatever the key.
+        return httpx.Response(status, json=body) if request.url.path == "/v1/models" else httpx.Response(403)
+
+    engine.http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(reply))
+    with pytest.raises(ServerError, match=message):
+        engine.meet()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(ServerKind.SGLANG, name) for name in ("flush", "likeliest", "widths", "describe")]
+    + [(ServerKind.VLLM, name) for name in ("counted", "describe")],
+)
+def test_a_server_that_dies_between_requests_is_named(kind, method):
+    engine = HttpEngine("mine", f"http://127.0.0.1:{free_port(31960)}")
+    engine.kind = kind
+    with pytest.raises(ServerError, match=r"mine: http://\S+ stopped answering \(ConnectError\); look at its log"):
+        getattr(engine, method)(*([[1]] if method == "likeliest" else []))
 
 
 @pytest.mark.parametrize("n", [1, 3])

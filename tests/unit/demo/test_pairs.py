@@ -1,13 +1,14 @@
 """Choice of the pair to serve, and its questions."""
 
 import os
+import socket
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from sglang_dflash.demo.__main__ import parse
+from sglang_dflash.demo.__main__ import main, parse
 from sglang_dflash.demo.pairs import QUESTIONS, chosen, tiny_questions
 from sglang_dflash.errors import NoModelError
 from sglang_dflash.models import smollm2
@@ -36,6 +37,22 @@ def test_the_tiny_pair_takes_over_and_the_reason_is_printed(monkeypatch: pytest.
     show = chosen(None, None, real=True, console=Console(file=out, width=200))
     assert show.pair == tiny.HYBRID
     assert "pip cannot download it. The tiny pair is served instead." in out.getvalue()
+
+
+def test_the_page_and_the_server_need_two_ports(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--web", "--web-port", "30000"])
+    assert "--web-port and --port are both 30000; change one" in capsys.readouterr().err
+
+
+def test_a_taken_port_of_the_page_is_found_before_a_server_starts(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_dflash.demo.__main__.make_server", pytest.fail)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--web", "--web-port", str(port)]) == 1
+    assert f"demo: port {port} is taken or not permitted; choose another with --web-port" in capsys.readouterr().err
 
 
 def test_smollm2_with_another_draft_is_refused(capsys: pytest.CaptureFixture) -> None:

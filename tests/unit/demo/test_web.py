@@ -229,6 +229,11 @@ def test_malformed_conversations_are_refused(url, body):
     assert ask(url, body=body).status_code == 400
 
 
+def test_a_deeply_nested_body_is_refused():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        conversation(b"[" * MOST_BYTES)
+
+
 def test_a_conversation_ends_with_a_question():
     turns = [*QUESTION, {"role": "assistant", "content": "a"}, *QUESTION]
     assert conversation(json.dumps(turns).encode()) == turns

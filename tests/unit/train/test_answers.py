@@ -1,6 +1,7 @@
 """Training text from a served target: requests, written lines, and resuming after an interruption."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -128,14 +129,38 @@ def test_another_file_is_not_continued(tmp_path: Path, text: str) -> None:
     assert (tmp_path / "out").read_text() == text
 
 
+def source_of(reply: Callable[[httpx.Request], httpx.Response], url: str = "http://server/v1") -> ServerSource:
+    """Return a source whose requests are answered by `reply`."""
+    http = httpx.AsyncClient(transport=httpx.MockTransport(reply))
+    return ServerSource(url, 1, AsyncOpenAI(base_url=url, api_key="none", http_client=http, max_retries=0))
+
+
+def test_a_rejected_prompt_is_named(tmp_path: Path) -> None:
+    def reply(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "model"}]})
+        return httpx.Response(400, json={"message": "too long"})
+
+    with pytest.raises(ValueError, match=r"rejects prompt 1 \(.*too long.*; shorten or remove it"):
+        answers.write_answers(source_of(reply), [line("a")], tmp_path / "out", answers.Sampling())
+
+
+def test_a_server_without_a_model_is_refused(tmp_path: Path) -> None:
+    source = source_of(lambda request: httpx.Response(200, json={"data": []}))
+    with pytest.raises(ValueError, match=r"--server http://server/v1 lists no model; give the URL"):
+        answers.write_answers(source, [line("a")], tmp_path / "out", answers.Sampling())
+
+
 @pytest.mark.parametrize(
     ("url", "answer", "cure"),
     [
         ("http://server/v1", httpx.ConnectError("refused"), "Connection error.*; start the server or correct --server"),
         ("http://server/", httpx.Response(404), "repeat the command with --server http://server/v1"),
-        ("http://server/v1", httpx.Response(404, json={"message": "no m"}), "no m.*; fix the cause, then repeat"),
+        ("http://server/v1", httpx.Response(404, json={"message": "no m"}), "no m.*; see the server's log"),
+        ("http://server/v1", httpx.Response(401), "repeat the command with the server's key as --api-key"),
+        ("http://server/v1", httpx.ReadTimeout("slow"), "timed out.*; see the server's log, then repeat"),
     ],
-    ids=["no server", "no /v1", "refused"],
+    ids=["no server", "no /v1", "refused", "no key", "slow"],
 )
 def test_a_failed_request_has_its_cure(tmp_path: Path, url: str, answer: object, cure: str) -> None:
     def reply(request: httpx.Request) -> httpx.Response:
@@ -143,9 +168,7 @@ def test_a_failed_request_has_its_cure(tmp_path: Path, url: str, answer: object,
             raise answer
         return answer
 
-    http = httpx.AsyncClient(transport=httpx.MockTransport(reply))
-    client = AsyncOpenAI(base_url=url, api_key="none", http_client=http, max_retries=0)
-    source = ServerSource(url, 1, client)
+    source = source_of(reply, url)
     with pytest.raises(ValueError, match=rf"a request to {url} failed \(.*{cure}.* Lines already written are kept"):
         answers.write_answers(source, [line("a")], tmp_path / "out", answers.Sampling())
 

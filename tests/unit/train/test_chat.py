@@ -102,7 +102,7 @@ def test_a_template_that_takes_functions_only() -> None:
             {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
             "are '{'; they must be a JSON object",
         ),
-        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "the tool call .* has no function; add an object"),
+        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "the tool call .* has no function that is an object"),
         ({"role": "assistant", "tool_calls": "f"}, "'tool_calls' is 'f'; it must be a list of objects"),
         ({"content": "x"}, "found the message .* without a role; add one"),
         ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "unknown key 'name' in a tool call"),

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from sglang_dflash.model import DraftModel
 from sglang_dflash.train.__main__ import main
+from sglang_dflash.train.draft import draft_config_for
 from sglang_dflash.train.loop import LOG
 from sglang_dflash.train.tiny_pair import make_tokenizer
 
@@ -138,6 +139,7 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
             "--target-layer-ids 0,3 is not an ascending list within 0..2, the layers of a target of 4",
         ),
         (["--target-layer-ids", "1,0"], "--target-layer-ids 1,0 is not an ascending list within 0..2"),
+        (["--layers", "5"], "--layers 5 exceeds the 4 layers of the target, which initialise the draft"),
         (["--mask-token-id", "5000"], "the mask token 5000 is not within 0.."),
         pytest.param(
             ["--device", "cuda"],
@@ -154,6 +156,28 @@ def test_bad_input_gets_one_clear_error(target, data, tmp_path, capsys, more, pr
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("train: ")
     assert printed in error
+
+
+@pytest.mark.parametrize(
+    ("more", "printed"),
+    [
+        (["--steps", "0"], "--steps: '0' is not a whole number above 0"),
+        (["--rows=-1"], "--rows: '-1' is not a whole number above 0"),
+        (["--warmup-steps", "few"], "--warmup-steps: 'few' is not a whole number of 0 or more"),
+        (["--learning-rate", "0"], "--learning-rate: '0' is not a number above 0"),
+        (["--gamma", "nan"], "--gamma: 'nan' is not a number above 0"),
+    ],
+)
+def test_a_number_outside_its_range_is_refused(target, data, tmp_path, capsys, more, printed):
+    with pytest.raises(SystemExit):
+        main(command(target, data, tmp_path / "draft", *more))
+    assert printed in capsys.readouterr().err
+
+
+def test_a_target_of_one_layer_is_refused():
+    target = Qwen3ForCausalLM(Qwen3Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(ValueError, match=r"the target has one layer, .*; give a deeper target"):
+        draft_config_for(target, n_layers=1, block_size=4, mask_token_id=1)
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused(target, data, tmp_path, tokenizer, capsys):

@@ -66,7 +66,7 @@ def test_documents_with_nothing_to_predict_are_left_out(tmp_path):
         ("[1]", "line 2: found '\\[1\\]'; give"),
         ({"content": "x"}, 'line 2: found .* give {"text"}'),
         ({"text": 5}, "line 2: 'text' is 5; it must be a string"),
-        ({"response": "x"}, "line 2: 'prompt' is None"),
+        ({"response": "a"}, "line 2: 'prompt' is missing; it must be a string"),
         ({"messages": [{"content": "x"}]}, "line 2: found the message .* without a role; add one"),
         ({"messages": [], "toolz": 1}, "line 2: unknown key 'toolz' in a line with messages; .* messages, tools, c"),
         ({"prompt": "x", "response": "y", "system": "z"}, "line 2: unknown key 'system' in a line with a response"),
