@@ -34,7 +34,11 @@ class Shapes:
         for name, tensor in tensors.items():
             letters = name[name.rindex("_") + 1 :]
             wanted = [self.sizes.setdefault(*pair) for pair in zip(letters, tensor.shape, strict=False)]
-            if len(letters) != tensor.dim() or list(tensor.shape) != wanted:
+            if len(letters) != tensor.dim():
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}; its suffix {letters} requires {len(letters)} dimensions"
+                )
+            if list(tensor.shape) != wanted:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}; its suffix and the other arguments require {self.sizes}"
                 )

@@ -285,11 +285,11 @@ def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record
     shapes.check(torch.int32, torch.int64, slot_B=slot_B)
     shapes.check_strided(torch.float32, record_RNX=record_RNX)
     T, B, G, H, V, K, R, N, X = (shapes[letter] for letter in "TBGHVKRNX")
-    if H % G or T % B or T // B > N or B > R or record_width(H, V, G, K) != X:
+    if not B or H % G or T % B or T // B > N or B > R or record_width(H, V, G, K) != X:
         raise ValueError(
-            f"{B} blocks of {T} tokens, {G} key and {H} value heads of {K} and {V} do not fit a record of "
-            f"shape {tuple(record_RNX.shape)}; pass a row per block, a multiple of {G} value heads, and record_width "
-            "values for each token of a block"
+            f"{T} tokens in {B} blocks, {G} key and {H} value heads of {K} and {V} do not fit a record of "
+            f"shape {tuple(record_RNX.shape)}; pass blocks of equal length, a row per block, a multiple of {G} value "
+            "heads, and record_width values for each token of a block"
         )
     for name, tensor in (x._asdict() | {"state_SHVK": state_SHVK, "record_RNX": record_RNX}).items():
         if not (tensor if tensor.ndim == 1 else tensor[0]).is_contiguous():

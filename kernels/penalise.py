@@ -3,7 +3,7 @@
 Shapes: B requests, N tokens per block (slot 0 is the anchor), V vocabulary. P of the requests have a penalty, each
 with at most E stop tokens. The table of counts has R rows.
 Cost: reads and writes the logits of P * N slots, and reads the counts of P rows once per slot: 12 PNV bytes in fp32.
-For 8 requests of 16 slots this is less than a hundredth of the bytes that a 27B target reads to verify them.
+For 8 requests of 16 slots this is less than a hundredth of the bytes that a 27B target in bf16 reads to verify them.
 
 `counts_RV` counts each token in a request's output, anchor included. At slot i the drafts 1..i are counted in addition,
 because the token chosen at slot i is committed only if these drafts are accepted. The order is SGLang's: first additive

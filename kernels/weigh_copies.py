@@ -215,5 +215,8 @@ def weigh_copies(
     shapes.check(torch.int32, source_BD=copied.source_BD, length_BD=copied.length_BD)
     check_texts(shapes, texts)
     if shapes["D"] != shapes["N"] - 1:
-        raise ValueError(f"{shapes['D']} places in blocks of {shapes['N']}; pass the result of copy_draft")
+        raise ValueError(
+            f"copied has {shapes['D']} drafts per block, and blocks of {shapes['N']} have {shapes['N'] - 1}; pass the "
+            "result of copy_draft for these blocks"
+        )
     WEIGH_COPIES.form_for(tokens_BN)(tokens_BN, copied, committed_BN, n_committed_B, texts, totals_K2=totals_K2)

@@ -87,7 +87,8 @@ def verdict(shares: dict[int, float], n_steps: int) -> str:
     best = max(shares, key=lambda shift: shares[shift])
     if shares[best] < USEFUL:
         raise ValueError(
-            f"no draft is accepted ({shown}): it was trained for another target or other text; give this target's draft"
+            f"hardly any draft is accepted ({shown}): perhaps it was trained for another target or other text; "
+            "give this target's draft"
         )
     if best:
         raise ValueError(

@@ -55,7 +55,10 @@ def _find(name: str, check: Check) -> Finding:
 
 
 def sentence(refusal: Exception) -> str:
-    """Return the error's message; for an AttributeError or a JSON error of SGLang, also its likely cause."""
+    """Return the error's message, or its class name if the message is empty.
+
+    For an AttributeError or a JSON error from SGLang, return a sentence with the message and a cure.
+    """
     if isinstance(refusal, AttributeError):
         return (
             f"SGLang cannot read this model with these flags ({refusal}); "
@@ -96,9 +99,8 @@ def environment(*, launch: bool = False) -> str:
     beyond = [width for width in read.widths if not 1 <= width <= WIDEST]
     if beyond and not launch:
         also = ", or add the launch flags if the block is longer" if beyond[0] > WIDEST else ""
-        raise ValueError(
-            f"SGLANG_DFLASH_WIDTHS: {beyond[0]} is not within 1..{WIDEST}; remove this number from the variable{also}"
-        )
+        cure = "remove this number from the variable" if len(read.widths) > 1 else "unset the variable"
+        raise ValueError(f"SGLANG_DFLASH_WIDTHS: {beyond[0]} is not within 1..{WIDEST}; {cure}{also}")
     if read.worker is Worker.PLUGIN:
         _require_loaded()
     return f"worker {read.worker}, overlap schedule {'allowed' if read.overlap else 'off'}"
@@ -110,8 +112,8 @@ def _require_loaded() -> None:
     plugins, chosen = os.environ.get("SGLANG_PLUGINS", ""), os.environ.get("SGLANG_PLATFORM", "")
     if plugins and plugin not in map(str.strip, plugins.split(",")):
         raise ValueError(
-            f"SGLANG_PLUGINS={plugins} stops SGLang from loading sglang-dflash; add {plugin} to it, or set "
-            "SGLANG_DFLASH_WORKER=stock"
+            f"SGLANG_PLUGINS={plugins} stops SGLang from loading sglang-dflash; add {plugin} to it (without a GPU also "
+            f"{platform_name}), or set SGLANG_DFLASH_WORKER=stock"
         )
     if chosen and chosen != platform_name:
         raise ValueError(

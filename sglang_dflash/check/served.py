@@ -26,10 +26,17 @@ def fetch(url: str) -> dict[str, Any]:
             states = json.load(response)["internal_states"]
     except HTTPError as error:
         with_key = "check sends no API key: use curl with the header `Authorization: Bearer KEY`"
-        cure = with_key if error.code in (401, 403) else "give the URL of an SGLang server, without a path such as /v1"
+        cure = "give the URL of an SGLang server, without a path such as /v1"
+        if error.code in (401, 403):
+            cure = with_key
+        elif error.code >= 500:
+            cure = "wait until the server is ready, or look at its log"
         raise OSError(f"{info} answers {error.code} {error.reason}; {cure}") from error
     except (OSError, HTTPException) as error:
-        raise OSError(f"no SGLang server answers at {url}: {error}; start it, or give the URL it listens on") from error
+        raise OSError(
+            f"no SGLang server answers at {url}: {error}; start it, or give the URL it listens on (https needs a "
+            "trusted certificate)"
+        ) from error
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{url} is no SGLang server: its /server_info has no internal_states; give an SGLang server's URL"
@@ -60,7 +67,7 @@ def render(dflash: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str], *, as_json: bool) -> int:
     """Print the report of one server and return the exit status; `argv`: `--server`, a URL, and maybe `--json`."""
-    words = [word for argument in argv for word in argument.split("=", 1)]
+    words = [word for argument in argv for word in argument.split("=", argument.startswith("--"))]
     urls = [word for word in words if word not in ("--server", "--json")]
     if len(urls) != 1:
         found = " ".join(urls) or "nothing"

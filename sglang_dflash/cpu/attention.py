@@ -63,7 +63,10 @@ def consecutive(slots: torch.Tensor) -> torch.Tensor | slice:
 
 
 class Rectangle:
-    """Group of requests of the batch. Their lists of KV slots are padded to the longest. Biases are computed once."""
+    """Group of requests of the batch, whose lists of KV slots are padded to the longest list.
+
+    The bias for a mask and dtype is computed at its first use, and shared by layers.
+    """
 
     def __init__(self, requests: slice, slots_BL: torch.Tensor, n_keys_B: torch.Tensor, n_queries: int) -> None:
         self.requests = requests

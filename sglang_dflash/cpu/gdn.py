@@ -215,20 +215,26 @@ def fused_sigmoid_gating_delta_rule_update(
 ) -> torch.Tensor:
     """Process the next C tokens of each of B sequences: a block in verify, or one token in a decode with split q, k, v.
 
-    q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]. With `intermediate_states_buffer` [rows, >= C, H, V, K] the
-    state after every token is stored in row `intermediate_state_indices[b]`. With `disable_state_update` the sequence's
-    state slot is unchanged.
+    q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]; B includes padding. States are `initial_state_source`
+    [S, H, V, K], read and written at slot `initial_state_indices[b]`. With `intermediate_states_buffer`
+    [rows, >= C, H, V, K] the state after every token is stored in row `intermediate_state_indices[b]`. With
+    `disable_state_update` the sequence's state slot is unchanged.
 
     Returns:
         Outputs [1, B C, H, V], NaN for padding sequences, whose state slot is negative.
+    Raises:
+        NotImplementedError: sequences of unequal lengths, or an argument that the CPU platform lacks.
+        ValueError: a padding sequence precedes a real one.
     """
     op = "fused_sigmoid_gating_delta_rule_update"
     refuse(op, others)
+    without_rows = intermediate_states_buffer is not None and intermediate_state_indices is None
+    refuse(op, {"no cu_seqlens": cu_seqlens is None, "no intermediate_state_indices": without_rows})
     n_sequences, n_tokens = initial_state_indices.shape[0], v.shape[1]
     C = n_tokens // n_sequences
     B = n_real(initial_state_indices)
-    if cu_seqlens is None or cu_seqlens[: B + 1].tolist() != list(range(0, B * C + 1, C)):
-        refuse(op, {"cu_seqlens of unequal lengths": True})
+    assert cu_seqlens is not None
+    refuse(op, {"cu_seqlens of unequal lengths": cu_seqlens[: B + 1].tolist() != list(range(0, B * C + 1, C))})
     if not B:
         return torch.full_like(v, torch.nan)
     q, k, v = (x[:, : B * C] for x in (q, k, v))

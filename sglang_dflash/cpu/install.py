@@ -162,7 +162,8 @@ def verify() -> None:
     if wrong:
         raise RuntimeError(
             f"the CPU platform of sglang-dflash is incomplete: GPU-only code is still at {', '.join(wrong)}; "
-            "uninstall the plugin that replaces these names, or select the platform you want with SGLANG_PLATFORM"
+            "uninstall the plugin that replaces these names, or without DFLASH select another platform with "
+            "SGLANG_PLATFORM"
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_dflash.draft import files as draft_files
-from sglang_dflash.draft.dialects import in_our_words
+from sglang_dflash.draft.dialects import LAYERS, in_our_words
 from sglang_dflash.draft.fields import Fields
 from sglang_dflash.draft.record import FULL, SECOND, SLIDING, Checkpoint
 from sglang_dflash.draft.variants import ARCHITECTURES, DFLASH_2, GIVE, refuse_variants
@@ -60,9 +60,10 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         ValueError: a field is missing or wrong, or fields contradict each other.
         NotSupported: the config is not a DFlash draft's, or has an unsupported field.
     """
+    home = LAYERS if LAYERS in config else ""
     config = in_our_words(config, path)
     refuse_variants(config, path)
-    fields = Fields(config, path, "dflash_config")
+    fields = Fields(config, path, "dflash_config", home=home)
     n_layers, head_dim = fields.count("num_hidden_layers"), fields.count("head_dim")
     layer_types, causal = _layer_types(config, n_layers, path)
     return Checkpoint(
@@ -123,10 +124,11 @@ def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
     ids = config["dflash_config"].get("target_layer_ids")
     if ids is None:
         raise ValueError(
-            f"{path}: config.json has no dflash_config.target_layer_ids; add the list that the draft was trained with"
+            f"{path}: config.json has no dflash_config.target_layer_ids (DeepSpec: target_layer_ids); add the list "
+            "that the draft was trained with"
         )
     if not isinstance(ids, list) or not ids or not all(type(id_) is int and id_ >= 0 for id_ in ids):
-        raise ValueError(f"{path}: target_layer_ids is {ids!r}, not a list of layer numbers; fix config.json")
+        raise ValueError(f"{path}: target_layer_ids is {ids!r}, not a list of layer numbers from 0 on; fix config.json")
     return tuple(ids)
 
 
@@ -271,7 +273,7 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
     if missing:
         raise ValueError(
             f"{path}: {len(missing)} of {len(expected)} tensors are missing, the first is {missing[0]}; "
-            "the files do not belong to this config.json, fetch the draft again"
+            "correct config.json if it does not describe these files, else fetch the draft again"
         )
     if extra:
         raise NotSupported(

@@ -13,6 +13,7 @@ from sglang_dflash.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH
 from sglang_dflash.errors import NotSupported
 
 SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # architecture name; suffix of names like Qwen3DSparkModel
+LAYERS = "transformer_layer_config"  # object in which speculators nests the fields of the layers
 WHOLE = "train the draft with the whole vocabulary (draft_vocab_size equal to vocab_size)"
 
 
@@ -34,7 +35,7 @@ def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         ValueError: a field of speculators' dialect is missing or malformed.
     """
     names = config.get("architectures") or ()
-    if "transformer_layer_config" in config or "speculators_model_type" in config or SPECULATORS in names:
+    if LAYERS in config or "speculators_model_type" in config or SPECULATORS in names:
         return _of_speculators(config, path)
     if any(name.endswith(DEEPSPEC) for name in names):
         return _of_deepspec(config, path)
@@ -42,11 +43,11 @@ def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    kind, layers = config.get("speculators_model_type", "dflash"), config.get("transformer_layer_config")
+    kind, layers = config.get("speculators_model_type", "dflash"), config.get(LAYERS)
     if kind != "dflash":
         raise NotSupported(f"{path}: speculators_model_type is {kind!r}, not 'dflash'; give a DFlash draft")
     if not isinstance(layers, dict):
-        raise ValueError(f"{path}: config.json has no transformer_layer_config; save the draft with speculators again")
+        raise ValueError(f"{path}: config.json has no {LAYERS}; save the draft with speculators again")
     n_vocab, n_drafted = layers.get("vocab_size"), config.get("draft_vocab_size")
     if n_drafted not in (None, n_vocab):
         raise NotSupported(
@@ -54,7 +55,7 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
             f"supported; {WHOLE}"
         )
     ids = config.get("aux_hidden_state_layer_ids")
-    if not isinstance(ids, list) or not all(type(id_) is int and id_ > 0 for id_ in ids):
+    if not isinstance(ids, list) or not ids or not all(type(id_) is int and id_ > 0 for id_ in ids):
         raise ValueError(
             f"{path}: aux_hidden_state_layer_ids is {ids!r}, not a list of layer numbers from 1 on; fix config.json"
         )

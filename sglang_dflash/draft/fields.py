@@ -12,9 +12,15 @@ class Fields:
     kind, or is too small. `count` and `number` also raise ValueError if a field is missing and there is no default.
     """
 
-    def __init__(self, config: Mapping[str, Any], name: str, inner: str) -> None:
-        """Merge the nested object under the key `inner` into `config`. Messages call the config `name`."""
+    def __init__(self, config: Mapping[str, Any], name: str, inner: str, *, home: str = "") -> None:
+        """Merge the nested object under the key `inner` into `config`.
+
+        Args:
+            name: the config's name in messages.
+            home: key of the object to which a missing field belongs; "": the top level.
+        """
         self.whole, self.name = config, name
+        self.cure = f"add it to {home}" if home else "add it"
         nested = config.get(inner)
         self.fields = {**config, **nested} if isinstance(nested, dict) else config
 
@@ -25,7 +31,7 @@ class Fields:
     def count(self, field: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.get(field, default)
         if value is None:
-            raise ValueError(f"{self.name}: config.json has no {field}; add it")
+            raise ValueError(f"{self.name}: config.json has no {field}; {self.cure}")
         if type(value) is not int or value < least:
             raise ValueError(f"{self.name}: {field} is {value!r}, not an integer of at least {least}; fix config.json")
         return value
@@ -34,7 +40,7 @@ class Fields:
         """Return a number above 0."""
         value = self.get(field, default)
         if value is None:
-            raise ValueError(f"{self.name}: config.json has no {field}; add it")
+            raise ValueError(f"{self.name}: config.json has no {field}; {self.cure}")
         if type(value) not in (int, float) or not 0 < value < inf:
             raise ValueError(f"{self.name}: {field} {value!r} is not a number above 0; fix config.json")
         return value

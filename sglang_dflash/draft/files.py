@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from httpx import TransportError
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -17,6 +18,8 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     NotASafetensorsRepoError,
     OfflineModeIsEnabled,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
 )
 from safetensors import SafetensorError, safe_open
 
@@ -144,7 +147,9 @@ def weight_files(folder: Path) -> list[Path]:
         return files
     other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
     if other:
-        raise ValueError(f"{folder} holds {other[0]}, and only safetensors are loaded; convert it to safetensors")
+        raise ValueError(
+            f"{folder} has no *.safetensors, only {', '.join(other)}; convert the draft's weights to safetensors"
+        )
     raise ValueError(f"{folder} has a config.json and no *.safetensors; fetch the draft's weights")
 
 
@@ -182,6 +187,9 @@ def _local_shapes(folder: Path) -> Iterator[tuple[str, Shapes]]:
 def _hub_config(repository: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(repository, "config.json", revision=revision))
+    except RevisionNotFoundError:
+        cure = "correct --speculative-draft-model-revision"
+        raise ValueError(f"{repository} has no revision {revision}; {cure}") from None
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"--speculative-draft-model-path {repository} is no directory and cannot be fetched "
@@ -203,12 +211,15 @@ def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Sh
         files = HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata
         has_own_mask = HfApi().file_exists(repository, MASK_EMBEDDING, revision=revision)
     except NotASafetensorsRepoError:
-        raise ValueError(f"{repository} has no safetensors weights; convert the draft to safetensors") from None
-    except (HfHubHTTPError, OfflineModeIsEnabled) as error:
-        reason = type(error).__name__
         raise ValueError(
-            f"{repository}: its weights are not here and cannot be fetched ({reason}); "
-            f"run `hf download {repository}` on a machine with access, and give the folder"
+            f"{repository} has no safetensors weights that can be read from here (model.safetensors, or its index); "
+            "convert the draft to safetensors. If it is private, run `hf auth login` first"
+        ) from None
+    except (HfHubHTTPError, OfflineModeIsEnabled, TransportError, SafetensorsParsingError) as error:
+        which = repository if revision is None else f"{repository} --revision {revision}"
+        raise ValueError(
+            f"{repository}: its weights are not here and cannot be fetched ({type(error).__name__}); "
+            f"run `hf download {which}` on a machine with access, and give the folder"
         ) from None
     if has_own_mask:
         raise _own_mask(repository)

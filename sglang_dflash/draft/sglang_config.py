@@ -74,7 +74,11 @@ def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
 
 
 def sglang_config(draft: Checkpoint) -> PretrainedConfig:
-    """Return the draft's fields as a Transformers config. Transformers adds missing parameters of a scaled rope."""
+    """Return the draft's fields as a Transformers config.
+
+    For a scaled rope without `original_max_position_embeddings`, Transformers sets this field to
+    `max_position_embeddings`.
+    """
     config = Qwen3Config.from_dict(draft.to_json())
     config._name_or_path = draft.path
     return config

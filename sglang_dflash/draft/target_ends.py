@@ -63,7 +63,7 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
     if get_parallel().attn_dp_enabled and embed.tp_size > 1 and head.tp_group is not embed.tp_group:
         raise NotSupported(
             f"{type(model).__name__} splits its embedding over all ranks and its head over those that share requests, "
-            "and the draft reads both; drop --attn-dp-size or --enable-dp-attention (--dp-size alone serves replicas)"
+            "and the draft reads both; drop --attn-dp-size, or --enable-dp-attention with its --dp-size"
         )
     tp_group = head.tp_group if head.tp_size > 1 else None
     shard = head.shard_indices

@@ -120,8 +120,9 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
         raise NotSupported(f"{path}: dflash_config.attention_mode={dflash['attention_mode']!r} is not gqa; {GIVE}")
     for key, expected in TOP_LEVEL.items():
         value = config.get(key, expected)
-        if value not in (expected, None):
-            raise NotSupported(f"{path}: {key}={value!r} is not DFlash ({expected!r}); {cure(key, value)}")
+        if value not in (expected, None) and (value or expected is not None):
+            wanted = repr(expected) if expected is not None else f"no {key}"
+            raise NotSupported(f"{path}: {key}={value!r} is not DFlash (which has {wanted}); {cure(key, value)}")
 
 
 def cure(field: str, *values: Any) -> str:

@@ -56,8 +56,8 @@ def require_hooks(*targets: str) -> None:
         if target not in HookRegistry._patched:
             raise HostMismatch(
                 f"SGLang has not applied the hook of sglang-dflash to {target}; if SGLANG_PLUGINS is set, add "
-                "sglang_dflash to it; if SGLANG_PLATFORM names another platform, unset it; else see the error in "
-                "SGLang's log, or set SGLANG_DFLASH_WORKER=stock"
+                "sglang_dflash to it (without a GPU also sglang_dflash_cpu); if SGLANG_PLATFORM names another "
+                "platform, unset it; else see the error in SGLang's log, or set SGLANG_DFLASH_WORKER=stock"
             )
 
 
@@ -78,8 +78,8 @@ def set_hooks(hooks: "Hooks") -> None:
 def require_live() -> None:
     """Check that the hooks of `plugin.register` are applied, unless SGLang's own worker is selected.
 
-    The CPU platform of this package also calls this function, because SGLang loads the platform even if
-    `SGLANG_PLUGINS` omits the plugin.
+    The CPU platform of this package also calls this function, because SGLang may load the platform without the plugin,
+    for example with `SGLANG_PLUGINS=sglang_dflash_cpu`.
 
     Raises:
         HostMismatch: the plugin is not loaded, or SGLang could not apply one of the plugin's hooks.

@@ -71,7 +71,7 @@ def spec_steps(
         input_ids: int64 [1, prompt].
 
     Raises:
-        ValueError: draft, target, prompt and options do not match.
+        ValueError: draft, target, prompt and options do not match, or the target cannot undo rejected tokens.
     """
     check_pair(draft.config, target)
     N, width = _checked_sizes(draft, input_ids, options)

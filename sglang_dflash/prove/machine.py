@@ -127,7 +127,10 @@ def place_of(options: argparse.Namespace) -> Place:
     gpu = None if emulated else find_gpu()
     has_none = gpu is None and not emulated
     if has_none and not options.list:
-        raise ValueError("torch finds no CUDA device; set SGLANG_DFLASH_REHEARSE=sm90 to emulate one on this CPU")
+        raise ValueError(
+            "torch finds no CUDA device; check nvidia-smi, CUDA_VISIBLE_DEVICES and the build of torch, or set "
+            "SGLANG_DFLASH_REHEARSE=sm90 to emulate one on this CPU"
+        )
     if bool(options.model_path) != bool(options.draft_path):
         raise ValueError("found one of --model-path and --draft-path; give both")
     return Place(

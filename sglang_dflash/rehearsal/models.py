@@ -1,6 +1,7 @@
-"""Replacements for layers that SGLang computes with GPU-only kernels, or on the host. Few model families use each.
+"""Replacements for layers of a few model families, which SGLang computes with GPU-only kernels or on the host.
 
-`layers` installs the replacements after a model is loaded, because SGLang's models are imported only then.
+`layers` installs them after a model is loaded, because SGLang's models are imported only then. `before_loading` is
+called before.
 """
 
 from __future__ import annotations

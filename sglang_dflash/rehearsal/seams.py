@@ -87,11 +87,11 @@ def graphs() -> None:
     install.put({f"{_BREAKABLE}._weak_ref_if_tensor": graph.addresses})
 
     # On "cpu" SGLang captures graphs only if torch.compile is enabled. `cuda_graph_setup` reads no other flag.
-    def flags() -> SimpleNamespace:
+    def compiling() -> SimpleNamespace:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         return SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=wanted))
 
-    install.put({"sglang.srt.model_executor.model_runner_components.cuda_graph_setup.get_flags": flags})
+    install.put({"sglang.srt.model_executor.model_runner_components.cuda_graph_setup.get_flags": compiling})
 
 
 def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:

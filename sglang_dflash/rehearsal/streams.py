@@ -50,7 +50,7 @@ class Actor:
                 self.clock[actor] = done
 
     def act(self) -> int:
-        """Advance this actor's clock and return the new tick."""
+        """Begin an action after the host's earlier actions: advance this actor's clock, and return the new tick."""
         if self is not HOST:
             self.join(HOST.clock)
         self.clock[self] = self.clock.get(self, 0) + 1

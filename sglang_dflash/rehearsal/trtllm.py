@@ -146,7 +146,10 @@ class TrtllmGen:
         first_query_B1: torch.Tensor | None,
         *others: Any,
     ) -> None:
-        """Attend causally. Without `first_query_B1` each request has `max_queries` queries."""
+        """Write causal attention to `out` [T, A, E]. Without `first_query_B1` a request has `max_queries` queries.
+
+        q [T, A, E], page_table int32 [B, P], n_keys_B int32, first_query_B1 int32 [B + 1].
+        """
         require_zeros("trtllm-gen's counters", counters)
         if first_query_B1 is None:
             assert len(q) == n_requests * max_queries, f"{len(q)} queries for {n_requests} requests of {max_queries}"

@@ -111,7 +111,10 @@ def environment_of(arm: str) -> dict[str, str]:
         raise ValueError(f"--arms {arm}: {text!r} does not begin with VAR=VALUE; write NAME:VAR=VALUE,VAR=VALUE")
     env = dict(part.split("=", 1) for part in parts)
     if "PYTHONPATH" in env:  # an editable installation would still import its own kernels
-        raise ValueError(f"--arms {arm}: PYTHONPATH would mix two checkouts; run the benchmark in each of them")
+        raise ValueError(
+            f"--arms {arm}: PYTHONPATH cannot select another checkout of sglang-dflash, because an editable "
+            "installation would keep its kernels; run the benchmark in that checkout, or set it for the whole command"
+        )
     return env
 
 

@@ -50,7 +50,10 @@ def portable(text: str) -> str:
 
 
 def inherited() -> dict[str, str]:
-    """Return the environment variables of this process that affect a server."""
+    """Return this process's variables that begin with SGLANG_, OMP_ or CUDA_VISIBLE_DEVICES, for a document.
+
+    Servers inherit all variables.
+    """
     return {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "OMP_", "CUDA_VISIBLE_DEVICES"))}
 
 

@@ -55,4 +55,4 @@ def free_port(start: int) -> int:
     for port in tried:
         if claim(port) and port_is_free(port):
             return port
-    raise ServerError(f"found no free port among {len(tried)} from {start} on; choose another start with --port")
+    raise ServerError(f"found no free port in {start}..{min(start + 99, LAST)}; choose another start with --port")

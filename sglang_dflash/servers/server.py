@@ -116,7 +116,9 @@ class Server:
             ServerError: the port is taken.
         """
         if not port_is_free(self.port):
-            raise ServerError(f"port {self.port} is taken; stop what listens there, or choose another with --port")
+            raise ServerError(
+                f"port {self.port} is taken or not permitted; stop what listens there, or choose another with --port"
+            )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self._process = self._spawn(log)

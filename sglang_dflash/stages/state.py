@@ -205,7 +205,7 @@ class RecordingVerify:
         cache_indices: torch.Tensor,
         query_start_loc: torch.Tensor,
         intermediate_states_buffer: torch.Tensor,
-        **others: object,  # numbers that the shapes of the named arguments imply
+        **others: object,  # not needed: record rows are 0..B-1, blocks are chains, `cache_steps` is the block length
     ) -> torch.Tensor:
         """Verify a layer's blocks. Return the outputs, [1, T, H, V]; letters as in `kernels/gdn_verify.py`.
 

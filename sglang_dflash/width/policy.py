@@ -195,7 +195,7 @@ class Adaptive(Policy):
             best=Decision(width, expected[rest, width], committed_N[width] - 1),
             look=look,
             block_s=seconds[block],
-            # Seconds of a look, minus the seconds in which `best` commits as many tokens as the look.
+            # Seconds of a look, minus the seconds in which the best cycle, its rest included, commits as many tokens.
             price_s=seconds[block] - look.expected / rate,
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
         )

@@ -161,5 +161,5 @@ def test_wrong_arguments_are_refused() -> None:
         with pytest.raises(ValueError, match=said):
             weigh_copies(*args[:i], wrong, *args[i + 1 :], totals_K2=totals_K2)
     wider = args[1]._replace(**{name: torch.zeros(2, 4, dtype=torch.int32) for name in ("source_BD", "length_BD")})
-    with pytest.raises(ValueError, match="4 places in blocks of 4; pass the result of copy_draft"):
+    with pytest.raises(ValueError, match="copied has 4 drafts per block, and blocks of 4 have 3; pass the result"):
         weigh_copies(args[0], wider, *args[2:], totals_K2=totals_K2)

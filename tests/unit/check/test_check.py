@@ -159,7 +159,7 @@ def test_installation_findings_need_no_sglang(monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "cure", "right"),
     [
-        ("SGLANG_PLUGINS", "add sglang_dflash to it, or set", "another, sglang_dflash"),
+        ("SGLANG_PLUGINS", r"add sglang_dflash to it \(without a GPU also sglang_dflash_cpu", "another, sglang_dflash"),
         ("SGLANG_PLATFORM", "unset it, or set SGLANG_DFLASH_WORKER=stock$", "sglang_dflash_cpu"),
     ],
 )
@@ -272,6 +272,12 @@ def test_a_width_out_of_range_is_noticed_without_a_launch(width, end, monkeypatc
     ):
         findings.environment()
     assert findings.environment(launch=True).startswith("worker plugin")
+
+
+def test_the_only_width_is_not_removed(monkeypatch):
+    monkeypatch.setenv("SGLANG_DFLASH_WIDTHS", "0")
+    with pytest.raises(ValueError, match=r"^SGLANG_DFLASH_WIDTHS: 0 is not within 1\.\.32; unset the variable$"):
+        findings.environment()
 
 
 def test_the_report_of_an_installation_imports_no_sglang():

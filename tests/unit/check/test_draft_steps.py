@@ -19,7 +19,7 @@ def report(draft: object = DENSE.draft) -> tuple[bool, str]:
         (lambda hidden: hidden, True, "accepted as it is: "),
         # Slot i gets the hidden state of slot i + 1, so slot 0 predicts the token after the anchor.
         (lambda hidden: hidden.roll(-1, dims=1), False, "drafts are accepted only if shifted by one"),
-        (torch.randn_like, False, "no draft is accepted"),
+        (torch.randn_like, False, "hardly any draft is accepted"),
     ],
     ids=["the tiny pair", "shifted", "of another target"],
 )

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import httpx
 import pytest
+from huggingface_hub.errors import NotASafetensorsRepoError, RevisionNotFoundError, SafetensorsParsingError
 
 from sglang_dflash.draft import checkpoint, files
 from sglang_dflash.errors import NotSupported
@@ -163,7 +165,7 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"dtype": "bf16"}, ValueError, "dtype is 'bf16', not one of bfloat16, "),
         ({"architectures": "DFlashDraftModel"}, ValueError, "architectures is 'DFlashDraftModel', not a list"),
         ({"hidden_act": "swigluoai"}, NotSupported, "hidden_act='swigluoai' is not DFlash .*WORKER=stock to"),
-        ({"hidden_act": "gelu"}, NotSupported, r"hidden_act='gelu' is not DFlash \('silu'\); give a DFlash draft$"),
+        ({"hidden_act": "gelu"}, NotSupported, r"='gelu' is not DFlash \(which has 'silu'\); give a DFlash draft$"),
         ({"architectures": ["LiLiCorrDraftModel"]}, NotSupported, "is LiLiCorrDraftModel, not .*WORKER=stock to serve"),
         ({"architectures": ["LlamaForCausalLM"]}, NotSupported, "LlamaForCausalLM, not .*; give a DFlash draft$"),
         (
@@ -219,6 +221,34 @@ def test_a_repositorys_mask_embedding_is_refused(monkeypatch: pytest.MonkeyPatch
             files.tensor_shapes("someone/draft", None)
 
 
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (httpx.ConnectError("no route"), r"fetched \(ConnectError\); run `hf download o/d --revision v1` on a"),
+        (SafetensorsParsingError("damaged"), r"cannot be fetched \(SafetensorsParsingError\); run `hf download o/d --"),
+        (NotASafetensorsRepoError("none"), r"o/d has no safetensors weights that can be .* `hf auth login`"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_repository_whose_weights_cannot_be_read_is_refused(error, sentence, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(files, "_cached_snapshot", lambda *_: None)
+    monkeypatch.setattr(files.HfApi, "get_safetensors_metadata", fail)
+    with pytest.raises(ValueError, match=sentence):
+        files.tensor_shapes("o/d", "v1")
+
+
+def test_a_missing_revision_is_named(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RevisionNotFoundError("v9", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))
+
+    monkeypatch.setattr(files, "hf_hub_download", fail)
+    with pytest.raises(ValueError, match=r"^o/d has no revision v9; correct --speculative-draft-model-revision$"):
+        files.read_config("o/d", "v9")
+
+
 def refused(path: Path, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         checkpoint.read(str(path))
@@ -230,7 +260,7 @@ def test_broken_draft_folders_are_refused(folder):
     weights.write_bytes(whole[:-100])
     refused(folder, "cannot be read as safetensors")
     weights.rename(folder / "pytorch_model.bin")
-    refused(folder, r"holds pytorch_model\.bin, and only safetensors are loaded; convert it to safetensors")
+    refused(folder, r"has no \*\.safetensors, only pytorch_model\.bin; convert the draft's weights to safetensors")
     (folder / "pytorch_model.bin").unlink()
     refused(folder, r"no \*\.safetensors; fetch the draft's weights")
     index = folder / "model.safetensors.index.json"

@@ -51,8 +51,9 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
         DEEPSPEC,
         DRAFT | {"markov_rank": 0, "num_anchors": 512, "enable_confidence_head": False},
         DRAFT | {"sample_from_anchor": False, "query_zero_predicts_next": None},
+        DRAFT | {"num_experts": 0, "gating": False},
     ],
-    ids=["speculators", "flat", "speculators, older", "DeepSpec", "DeepSpec, exported", "declared"],
+    ids=["speculators", "flat", "speculators, older", "DeepSpec", "DeepSpec, exported", "declared", "without experts"],
 )
 def test_other_dialects_are_read_as_the_same_draft(config, tmp_path):
     read = checkpoint.read(str(write(tmp_path / "other", config)))
@@ -104,6 +105,8 @@ def nested(**fields: Any) -> dict[str, Any]:
             DRAFT | {"dflash_config": INNER | {"sample_from_anchor": True}}, NotSupported,
             "dflash_config.sample_from_anchor=True: its blocks are anchor-first .* give a draft whose slot 0 is the",
         ),
+        (SPECULATORS | {"aux_hidden_state_layer_ids": []}, ValueError, r"layer_ids is \[\], not a list of layer numb"),
+        (nested(head_dim=None), ValueError, "config.json has no head_dim; add it to transformer_layer_config$"),
         (DRAFT | {"markov_rank": 4}, NotSupported, "markov_rank=4 is not DFlash .*; give a DFlash draft$"),
         (DRAFT | {"enable_confidence_head": True}, NotSupported, "enable_confidence_head=True is not DFlash"),
     ],

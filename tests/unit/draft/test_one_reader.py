@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "input_embedding_scale": ({"input_embedding_scale": 2.0}, NotSupported, "input_embedding_scale=2.0 is not DFlash"),
     "interleaved pairs": ({"is_neox_style": False}, NotSupported, "is_neox_style=False is not DFlash"),
     "a head of its own": ({"has_lm_head": True}, NotSupported, "has_lm_head=True is not DFlash"),
-    "another family": ({"model_type": "llama"}, NotSupported, r"model_type='llama' is not DFlash \('qwen3'\)"),
+    "another family": ({"model_type": "llama"}, NotSupported, r"='llama' is not DFlash \(which has 'qwen3'\)"),
     "no dflash_config": ({"dflash_config": None}, ValueError, "config.json has no dflash_config object"),
     "causal full layers": (
         {"dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True on full_attention layers is not",
