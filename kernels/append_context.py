@@ -64,9 +64,7 @@ class ContextCaches(NamedTuple):
         if first.stride()[1:] != (first.shape[2], 1):
             raise ValueError(f"a cache layer is {describe(first)}; a slot's heads must lie side by side (NHD layout)")
         if any(cache.data_ptr() % 16 for cache in (*k_L, *v_L)):
-            raise ValueError(
-                f"{describe(first)} does not start at a 16-byte boundary; allocate each cache layer by itself"
-            )
+            raise ValueError(f"{describe(first)} starts at no 16-byte boundary; allocate each cache layer by itself")
         k_address_L, v_address_L = (
             torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, device=first.device)
             for caches in (k_L, v_L)
@@ -296,8 +294,6 @@ def append_context(
     if n_kept_B is not None:
         shapes.check(torch.int32, n_kept_B=n_kept_B)
         if shapes["T"] != 0 and (shapes["B"] == 0 or shapes["T"] % shapes["B"]):
-            raise ValueError(
-                f"{shapes['T']} rows cannot be shared evenly by {shapes['B']} requests; pass N rows per request"
-            )
+            raise ValueError(f"{shapes['T']} rows cannot be shared by {shapes['B']} requests; pass N rows each")
     append = APPEND_CONTEXT.form_for(k_TLGE)
     append(k_TLGE, v_TLGE, positions_T, slots_T, caches=caches, key=key, n_kept_B=n_kept_B)

@@ -173,8 +173,13 @@ def _add_who(add: Add) -> None:
     add("--mtp-steps", **NUMBER, default=3, help=mtp)
     memory = "never keep two servers of --serve in memory (default: yes, except with --device cpu)"
     add("--one-at-a-time", action=argparse.BooleanOptionalAction, help=memory)
-    key = os.environ.get("OPENAI_API_KEY", "none")
-    add("--api-key", default=key, metavar="KEY", help="API key of the servers (default: the variable OPENAI_API_KEY)")
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    add(
+        "--api-key",
+        default=key,
+        metavar="KEY",
+        help="key sent to all servers (default: the variable OPENAI_API_KEY)",
+    )
 
 
 def _add_what(add: Add) -> None:

@@ -39,7 +39,7 @@ OF_FRACTION = (
     *("--chunked-prefill-size", "--max-prefill-tokens"),
 )
 AUTO = "auto"
-FA4_PAGE = 128  # tokens per page with fa4 on B200 and B300; on other GPUs fa4 keeps --page-size
+FA4_PAGE = 128  # tokens per page with fa4 on B200 and B300; on other GPUs fa4 keeps SGLang's default of 1
 TRTLLM_PAGES, TRTLLM_PAGE = (16, 32, 64, 128), 64  # tokens per page that trtllm_mha accepts, and its default
 
 
@@ -93,7 +93,7 @@ def add_options(add: Add) -> None:
 def page_size(options: argparse.Namespace) -> int:
     """Return the number of tokens per page of the KV cache, with SGLang's changes for attention backends."""
     if "fa4" in options.attention_backends:  # only as the target's backend
-        return FA4_PAGE
+        return options.page_size or FA4_PAGE
     uses_trtllm = "trtllm_mha" in (*options.attention_backends, options.draft_backend)
     if uses_trtllm and options.page_size not in TRTLLM_PAGES:
         return TRTLLM_PAGE
@@ -196,7 +196,7 @@ def _add_kv(add: Add) -> None:
     add("--draft-kv-dtype", "--speculative-draft-kv-cache-dtype", metavar="DTYPE", help=own)
     add("--page-size", type=count, metavar="N", help="tokens per page of the KV cache (default: by attention backend)")
     backends = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
-    by_page = f"attention backend; sets the page size: {TRTLLM_PAGE} for trtllm_mha, {FA4_PAGE} for fa4"
+    by_page = f"attention backend; sets the page size: {TRTLLM_PAGE} for trtllm_mha, {FA4_PAGE} for fa4 (as on B200)"
     add(*backends, dest="attention_backends", action="append", default=[], metavar="NAME", help=by_page)
     only = "attention backend of the draft; trtllm_mha sets the page size too"
     add("--speculative-draft-attention-backend", dest="draft_backend", metavar="NAME", help=only)

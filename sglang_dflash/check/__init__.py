@@ -9,5 +9,5 @@
 
 The first form reads SGLang's source. The second also runs SGLang's plugin loading and argument resolution in a separate
 process, up to the point where weights load. Importing SGLang takes 15 s of CPU.
-Exit status: 0 if everything is as it should be, 1 if not, 2 for wrong options of this command.
+Exit status: 0 if everything is as it should be, else 1, or 2 for a wrong value of an option.
 """

@@ -1,8 +1,8 @@
 """Matrix products with fp32 weights in oneDNN's packed layout.
 
 PyTorch's own fp32 product (MKL) of two token rows takes twice as long as the product of one row. oneDNN reads a weight
-that was packed once. For all products of SmolLM2, on two cores with AVX2, one row takes 0.71 of MKL's time for one row,
-and 8 rows 0.52 of MKL's time for 8. A row's result does not depend on the number of rows (tested with AVX2). So packed
+that was packed once. For all products of SmolLM2, on two cores with AVX2, it takes 0.71 of MKL's time with one row, and
+0.52 with 8 rows. A row's result does not depend on the number of rows (tested with AVX2). So packed
 products add no difference between a verified block and single decode steps. The plain weights stay in memory too.
 
 Dimension key: T tokens, K inputs, N outputs.

@@ -32,8 +32,8 @@ def tree_speculative_sampling_target_only(
     For the draft after slot i, coin is uniform_samples[b, i], and p is the draft's probability in target_probs[b, i].
     A draft is accepted if all drafts before it are, and if coin <= p / threshold_acc or p >= threshold_single. Slots of
     the anchor and of accepted drafts are kept. The last token is drawn from the target's distribution after the last
-    kept slot. If the draft after this slot was rejected, draft_probs is first subtracted from this distribution,
-    negative values become 0, and the rejected draft gets probability 0.
+    kept slot. If the draft after this slot was rejected, draft_probs is first subtracted from this distribution.
+    Negative values become 0, and so does the probability of the rejected draft.
 
     candidates int64 [B, N]; retrive_index, retrive_next_token, retrive_next_sibling int [B, N]; target_probs,
     draft_probs fp32 [B, N, V]; uniform_samples fp32 [B, N]; uniform_samples_for_final_sampling fp32 [B]. Outputs:

@@ -55,8 +55,16 @@ def keep_serving(server: Server, question: str, console: Console) -> None:
 
 
 def show_page(demo: Demo, port: int, console: Console) -> None:
-    """Serve the page until Ctrl-C."""
-    with web_server(demo, port) as server:
+    """Serve the page until Ctrl-C.
+
+    Raises:
+        ServerError: the port was taken while the servers started.
+    """
+    try:
+        server = web_server(demo, port)
+    except OSError as error:
+        raise ServerError(f"port {port} cannot be used ({error}); choose another with --web-port") from error
+    with server:
         console.print(f"\nOpen [bold]http://{HOST}:{port}[/] in a browser; Ctrl-C ends it.", highlight=False)
         server.serve_forever()
 

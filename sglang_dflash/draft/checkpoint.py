@@ -63,24 +63,24 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
     home = LAYERS if LAYERS in config else ""
     config = in_our_words(config, path)
     refuse_variants(config, path)
-    fields = Fields(config, path, "dflash_config", home=home)
-    n_layers, head_dim = fields.count("num_hidden_layers"), fields.count("head_dim")
+    fields, of_layers = (Fields(config, path, "dflash_config", home=where) for where in ("", home))
+    n_layers, head_dim = of_layers.count("num_hidden_layers"), of_layers.count("head_dim")
     layer_types, causal = _layer_types(config, n_layers, path)
     return Checkpoint(
         path=path,
-        hidden_size=fields.count("hidden_size"),
+        hidden_size=of_layers.count("hidden_size"),
         num_hidden_layers=n_layers,
-        num_attention_heads=fields.count("num_attention_heads"),
-        num_key_value_heads=fields.count("num_key_value_heads"),
+        num_attention_heads=of_layers.count("num_attention_heads"),
+        num_key_value_heads=of_layers.count("num_key_value_heads"),
         head_dim=head_dim,
-        intermediate_size=fields.count("intermediate_size"),
+        intermediate_size=of_layers.count("intermediate_size"),
         vocab_size=fields.optional_count("vocab_size"),
         rms_norm_eps=float(fields.number("rms_norm_eps", Checkpoint.rms_norm_eps)),
         attention_bias=bool(fields.get("attention_bias", False)),
         max_position_embeddings=fields.count("max_position_embeddings", Checkpoint.max_position_embeddings),
         rope_parameters=_rope_parameters(config, head_dim, path),
         layer_types=layer_types,
-        sliding_window=fields.count("sliding_window") if SLIDING in layer_types else None,
+        sliding_window=of_layers.count("sliding_window") if SLIDING in layer_types else None,
         sliding_is_causal=causal,
         num_target_layers=fields.optional_count("num_target_layers"),
         block_size=fields.count("block_size", least=2),  # the anchor and at least one draft
@@ -124,8 +124,8 @@ def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
     ids = config["dflash_config"].get("target_layer_ids")
     if ids is None:
         raise ValueError(
-            f"{path}: config.json has no dflash_config.target_layer_ids (DeepSpec: target_layer_ids); add the list "
-            "that the draft was trained with"
+            f"{path}: config.json has no dflash_config.target_layer_ids; add the list that the draft was trained "
+            "with (in DeepSpec's layout, to target_layer_ids at the top level)"
         )
     if not isinstance(ids, list) or not ids or not all(type(id_) is int and id_ >= 0 for id_ in ids):
         raise ValueError(f"{path}: target_layer_ids is {ids!r}, not a list of layer numbers from 0 on; fix config.json")

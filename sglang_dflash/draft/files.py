@@ -215,7 +215,9 @@ def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Sh
             f"{repository} has no safetensors weights that can be read from here (model.safetensors, or its index); "
             "convert the draft to safetensors. If it is private, run `hf auth login` first"
         ) from None
-    except (HfHubHTTPError, OfflineModeIsEnabled, TransportError, SafetensorsParsingError) as error:
+    except SafetensorsParsingError as error:
+        raise ValueError(f"{repository}: its weights are damaged ({error}); give another draft or revision") from None
+    except (HfHubHTTPError, OfflineModeIsEnabled, TransportError) as error:
         which = repository if revision is None else f"{repository} --revision {revision}"
         raise ValueError(
             f"{repository}: its weights are not here and cannot be fetched ({type(error).__name__}); "

@@ -40,7 +40,7 @@ def ring_slots(window: int, widest: int, page_size: int) -> int:
 def text_bytes(n_requests: int, context: int) -> int:
     """Return the bytes of token histories: a row of `context` tokens for each request, and a row for padding.
 
-    Rows of SGLang's request table are some 20 tokens longer, which is not counted.
+    SGLang adds two widest verifies and a page to each row of its request table, which is not counted.
     """
     return (n_requests + 1) * context * INT32
 

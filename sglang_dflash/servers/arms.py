@@ -113,7 +113,7 @@ def environment_of(arm: str) -> dict[str, str]:
     if "PYTHONPATH" in env:  # an editable installation would still import its own kernels
         raise ValueError(
             f"--arms {arm}: PYTHONPATH cannot select another checkout of sglang-dflash, because an editable "
-            "installation would keep its kernels; run the benchmark in that checkout, or set it for the whole command"
+            "installation would keep its kernels; run the benchmark in that checkout"
         )
     return env
 

@@ -51,8 +51,10 @@ def free_port(start: int) -> int:
     Raises:
         ServerError: none of a hundred ports is free, or none is left.
     """
+    if start > LAST:
+        raise ServerError(f"found no free port above {LAST}; choose a lower one with --port")
     tried = range(start, min(start + 100, LAST + 1))
     for port in tried:
         if claim(port) and port_is_free(port):
             return port
-    raise ServerError(f"found no free port in {start}..{min(start + 99, LAST)}; choose another start with --port")
+    raise ServerError(f"found no free port in {tried[0]}..{tried[-1]}; choose another start with --port")

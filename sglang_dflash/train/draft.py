@@ -194,9 +194,7 @@ def draft_config_for(
     n_target = text.num_hidden_layers
     last = n_target - 2
     if last < 0:
-        raise ValueError(
-            "the target has one layer, and a draft reads outputs of layers before the last; give a deeper target"
-        )
+        raise ValueError("the target has one layer, and a draft reads layers before the last; give a deeper target")
     spread = tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))
     ids = target_layer_ids or spread
     if list(ids) != sorted(set(ids)) or ids[-1] > last:

@@ -114,8 +114,8 @@ async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, n
         )
     except BadRequestError as error:
         raise ValueError(
-            f"the server rejects prompt {number + 1} ({error}); shorten or remove it, or lower --max-tokens, then "
-            "repeat the command. Lines already written are kept"
+            f"the server rejects prompt {number + 1} ({error}); shorten or remove it, lower --max-tokens, or see "
+            "the server's log, then repeat the command. Lines already written are kept"
         ) from error
     answer = answer_of(reply.choices[0].message)
     return line | {"messages": [*line["messages"], answer]} if answer else None

@@ -144,8 +144,8 @@ def _add_source(add: Add) -> None:
         help="OpenAI-compatible server of the target, such as http://127.0.0.1:30000/v1 "
         "(default: Transformers runs the target in this process)",
     )
-    key = os.environ.get("OPENAI_API_KEY", "none")
-    add("--api-key", default=key, metavar="KEY", help="API key of --server (default: the variable OPENAI_API_KEY)")
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    add("--api-key", default=key, metavar="KEY", help="key sent to --server (default: the variable OPENAI_API_KEY)")
     add("--at-once", type=count, default=32, help="requests in flight; without --server, prompts of a batch")
     add("--device", help=DEVICE_HELP)
     add("--seed", **SEED)

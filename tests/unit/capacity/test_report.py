@@ -322,7 +322,7 @@ def test_page_size_and_memory_fraction_follow_other_flags():
     assert pages("--attention-backend", "fa3", "--speculative-draft-attention-backend", "trtllm_mha") == 64
     assert pages("--attention-backend", "trtllm_mha", "--page-size", "32") == 32
     assert pages("--attention-backend", "trtllm_mha", "--page-size", "8") == 64
-    assert pages("--attention-backend", "fa4", "--page-size", "64") == 128
+    assert pages("--attention-backend", "fa4", "--page-size", "64") == 64
     assert computed("--max-running-requests", "8").serving.mem_fraction > computed().serving.mem_fraction
     assert computed("--speculative-draft-model-quantization", "unquant").results == computed().results
 
@@ -354,7 +354,7 @@ def test_quantized_weights_keep_their_size(tmp_path):
         ("", RadixStates.EXTRA_BUFFER),
         ("--mamba-radix-cache-strategy auto --disable-overlap-schedule", RadixStates.NO_BUFFER),
         ("--disable-overlap-schedule --page-size 64", 4),
-        ("--disable-overlap-schedule --attention-backend trtllm_mha", RadixStates.NO_BUFFER),
+        ("--disable-overlap-schedule --attention-backend fa4", RadixStates.NO_BUFFER),
         ("--mamba-radix-cache-strategy extra_buffer --disable-overlap-schedule", 4),
         ("--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule", RadixStates.NO_BUFFER),
         ("--disable-radix-cache --disable-overlap-schedule", RadixStates.OFF),

@@ -225,7 +225,7 @@ def test_a_repositorys_mask_embedding_is_refused(monkeypatch: pytest.MonkeyPatch
     ("error", "sentence"),
     [
         (httpx.ConnectError("no route"), r"fetched \(ConnectError\); run `hf download o/d --revision v1` on a"),
-        (SafetensorsParsingError("damaged"), r"cannot be fetched \(SafetensorsParsingError\); run `hf download o/d --"),
+        (SafetensorsParsingError("damaged"), r"^o/d: its weights are damaged \(damaged\); give another draft"),
         (NotASafetensorsRepoError("none"), r"o/d has no safetensors weights that can be .* `hf auth login`"),
     ],
     ids=lambda value: type(value).__name__,

@@ -106,6 +106,8 @@ def nested(**fields: Any) -> dict[str, Any]:
             "dflash_config.sample_from_anchor=True: its blocks are anchor-first .* give a draft whose slot 0 is the",
         ),
         (SPECULATORS | {"aux_hidden_state_layer_ids": []}, ValueError, r"layer_ids is \[\], not a list of layer numb"),
+        (SPECULATORS | {"block_size": None}, ValueError, "config.json has no block_size; add it$"),
+        (SPECULATORS | {"mask_token_id": None}, ValueError, "config.json has no mask_token_id; add it$"),
         (nested(head_dim=None), ValueError, "config.json has no head_dim; add it to transformer_layer_config$"),
         (DRAFT | {"markov_rank": 4}, NotSupported, "markov_rank=4 is not DFlash .*; give a DFlash draft$"),
         (DRAFT | {"enable_confidence_head": True}, NotSupported, "enable_confidence_head=True is not DFlash"),

@@ -73,12 +73,17 @@ def test_a_taken_port_is_refused_by_its_number(fake):
     assert not server.log.exists()
 
 
-@pytest.mark.parametrize(("start", "n"), [(31900, 100), (65530, 6), (65536, 0)])
-def test_no_free_port_is_reported(monkeypatch, start, n):
+@pytest.mark.parametrize(("start", "last"), [(31900, 31999), (65530, 65535)])
+def test_no_free_port_is_reported(monkeypatch, start, last):
     monkeypatch.setattr("sglang_dflash.servers.ports.claim", lambda port: False)
-    message = f"found no free port among {n} from {start} on; choose another start with --port"
+    message = rf"found no free port in {start}\.\.{last}; choose another start with --port"
     with pytest.raises(ServerError, match=message):
         free_port(start)
+
+
+def test_there_is_no_port_above_the_last():
+    with pytest.raises(ServerError, match="found no free port above 65535; choose a lower one with --port"):
+        free_port(65536)
 
 
 def test_two_processes_never_choose_the_same_port():
