@@ -59,7 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version" or rest == ["--version"]:
         print(version("sglang-dflash"))
         return 0
-    return resolve_name(PROGRAMS[name])(rest)
+    try:
+        return resolve_name(PROGRAMS[name])(rest)
+    except KeyboardInterrupt:
+        cure = "; repeat the command to resume" if name == "train" else ""
+        print(f"{name}: stopped{cure}", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Parser, help format and suggestions that all subcommands of `sglang-dflash` share."""
+"""Parser, help format, suggestions and reading of text files, shared by all subcommands of `sglang-dflash`."""
 
 import math
 import re
@@ -12,7 +12,9 @@ from argparse import (
 )
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 Add = Callable[..., Action]  # `add_argument` of a parser or of a group
 
@@ -51,6 +53,29 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def require_url(url: str, option: str) -> None:
+    """Check the host and port of a URL, the value of `option`, or raise ValueError."""
+    try:
+        parts = urlsplit(url)
+        is_valid = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no number, or above 65535
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"{option} {url} is no valid URL; write it like http://127.0.0.1:30000")
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a file in UTF-8.
+
+    Raises:
+        ValueError: the file has another encoding.
+    """
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it to UTF-8") from None
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -101,7 +126,9 @@ class Parser(ArgumentParser):
     def suggestion(self, message: str) -> str:
         """Return a suggestion, see `nearest`, for an argparse message about unknown options or an invalid choice."""
         if unknown := re.match(r"unrecognized arguments: (.*)", message):
-            words = (word.split("=")[0] for word in unknown[1].split() if word.startswith("--"))
+            words = [word.split("=")[0] for word in unknown[1].split() if word.startswith("--")]
+            if of_another := next(filter(set(self.option_names()).__contains__, words), ""):
+                return f"; {of_another} is an option of another command, see this one's --help"
             found = next(filter(None, (nearest(word, self.option_names()) for word in words)), "")
             return found or (f"; {self.elsewhere}" if self.elsewhere else "")
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):

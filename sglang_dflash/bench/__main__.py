@@ -26,7 +26,7 @@ from sglang_dflash.bench.rows import Row
 from sglang_dflash.bench.schedule import Bench, Schedule, Turn
 from sglang_dflash.bench.served import ServedEngine, kept_in_memory
 from sglang_dflash.servers.arms import OFF, OURS
-from sglang_dflash.servers.document import write
+from sglang_dflash.servers.document import require_folder, write
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import end_on_sigterm
 
@@ -160,13 +160,13 @@ def run(arguments: Sequence[str]) -> None:
     """Measure, and write the results.
 
     Raises:
-        ServerError: an arm cannot be reached, started or loaded, or fails later.
+        ServerError: an arm cannot be reached, started or loaded, or fails later, or --output cannot be written.
         GateError: `--require-equal` is set, and answers differ by more than near ties.
     """
     options = parse(arguments, meet)
     end_on_sigterm()
     console = Console()
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    require_folder(options.output.parent, "--output")
     with engines_of(options, console) as engines:
         bench, rows = measure(engines, options, console)
     command = shlex.join(["sglang-dflash", "bench", *without_key(arguments)])

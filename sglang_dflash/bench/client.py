@@ -93,6 +93,8 @@ class HttpEngine(Engine):
             if response.status_code in REFUSED:
                 what = f"{self.name}: {self.url}/flush_cache answered {response.status_code}"
                 raise ServerError(f"{what}; start the server without --admin-api-key")
+            if response.status_code == 400:  # SGLang has waited 30 s for an idle moment
+                raise ServerError(f"{self.name}: {self.url} is never idle; let no other client use it")
             self._checked(response)
         return self.kind is ServerKind.SGLANG
 
@@ -110,7 +112,7 @@ class HttpEngine(Engine):
         with self._answering():
             if not stream:
                 response = self._checked(self.http.post(PATH, json=body | UNSTREAMED[self.kind]))
-                return lambda: unstreamed(response.json())
+                return lambda: unstreamed(f"{self.name}: {self.url}", response.json())
             with self.http.stream("POST", PATH, json=body | STREAMED) as response:
                 if response.status_code != 200:
                     response.read()
@@ -221,8 +223,12 @@ def steps_of(meta: Mapping[str, Any], n_tokens: int) -> Steps:
     return Steps(meta.get("spec_verify_ct", n_tokens - 1), meta.get("spec_num_correct_drafts", 0), reached_D)
 
 
-def unstreamed(reply: dict[str, Any]) -> Completion:
-    choice, usage = reply["choices"][0], reply["usage"]
+def unstreamed(server: str, reply: dict[str, Any]) -> Completion:
+    """Parse an answer of `server`, the name in errors. Raises ServerError if the answer reports no number of tokens."""
+    try:
+        choice, usage = reply["choices"][0], reply["usage"]
+    except (KeyError, IndexError) as error:
+        raise ServerError(f"{server} sent an answer without choices or usage; measure another server") from error
     meta, n_tokens = choice.get("meta_info"), usage["completion_tokens"]
     return Completion(
         n_tokens=n_tokens,
@@ -238,12 +244,14 @@ def streamed(server: str, sent: float, events: Sequence[tuple[float, str]]) -> C
     """Parse a stream of events of `server` (the name in errors), each with its time of arrival.
 
     Raises:
-        ServerError: the stream reports no number of tokens.
+        ServerError: the stream reports an error, or no number of tokens.
     """
     times, usage = list[float](), {"completion_tokens": 0, "prompt_tokens": 0}
     thoughts = content = ""
     for at, line in events:
         event = json.loads(line.removeprefix("data: "))
+        if error := event.get("error"):
+            raise ServerError(f"{server} sent an error in a stream ({str(error)[:200]}); see the server's log")
         usage = event.get("usage") or usage
         delta = event["choices"][0]["delta"] if event.get("choices") else {}
         new_thoughts, new_content = delta.get("reasoning_content") or delta.get("reasoning") or "", delta.get("content")

@@ -13,6 +13,7 @@ from sglang_dflash.bench.measure import NAN, Completion, Steps
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.plain import Models, plain_steps
 from sglang_dflash.servers.arms import OFF, OURS
+from sglang_dflash.servers.errors import ServerError
 
 
 class TorchEngine(Engine):
@@ -41,6 +42,8 @@ class TorchEngine(Engine):
         if isinstance(prompt, TokenIds):
             return prompt
         tokenizer: Any = self.models.tokenizer
+        if tokenizer.chat_template is None:
+            raise ServerError('--model has no chat template; give a chat model, or --data with "input_ids"')
         return tokenizer.apply_chat_template(
             list(prompt), add_generation_prompt=True, enable_thinking=sampling.thinking, return_dict=False
         )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.bench import prompts
 from sglang_dflash.bench.client import ServerKind
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
+from sglang_dflash.bench.urls import named_urls
 from sglang_dflash.cli import Add, Parser, RawHelp, count, positive_or_zero
 from sglang_dflash.servers import arms
 from sglang_dflash.servers.ports import port_number
@@ -138,6 +139,7 @@ def parse(
 def _parser() -> Parser:
     parser = Parser(
         prog="sglang-dflash bench",
+        allow_abbrev=False,  # an abbreviated --api-key would be published
         usage="%(prog)s (--base-url [NAME=]URL ... | --serve | --backend transformers | --preset NAME) [options] "
         "[-- SERVER FLAGS]",
         description="Measure tokens per second, latencies and acceptance, with and without speculation.",
@@ -178,7 +180,7 @@ def _add_who(add: Add) -> None:
         "--api-key",
         default=key,
         metavar="KEY",
-        help="key sent to all servers (default: the variable OPENAI_API_KEY)",
+        help="key sent to the servers of --base-url (default: the variable OPENAI_API_KEY)",
     )
 
 
@@ -250,6 +252,8 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.serve and options.backend not in (None, ServerKind.SGLANG):
         raise ValueError(f"{serve} starts SGLang, not {options.backend}; drop --backend")
+    if options.serve and arms.value_of("--api-key", options.server_flags):
+        raise ValueError(f"{serve} sends no API key to the servers that it starts; drop --api-key after --")
     if options.serve and options.model:
         raise ValueError(f"{serve} takes no --model; drop it, and write --model-path among the launch flags after --")
     if options.arms and not options.serve:
@@ -274,6 +278,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.one_at_a_time is None:
         options.one_at_a_time = arms.value_of("--device", options.server_flags) != "cpu"
     output = options.output or Path(f"dflash-bench-{datetime.now():%Y%m%d-%H%M%S}")
+    if not output.name:
+        raise ValueError(f"--output {output} is a folder; give a path such as {output / 'bench'}")
     options.output = output.with_suffix("") if output.suffix == ".json" else output
 
 
@@ -286,22 +292,3 @@ def _tasks(options: argparse.Namespace, meet: Callable[[argparse.Namespace], Non
     if len(set(titles)) < len(titles):
         raise ValueError(f"two data sets have the same name ({', '.join(titles)}); rename or drop a --data file")
     return tasks
-
-
-def named_urls(given: Sequence[str]) -> dict[str, str]:
-    """Return the URLs by arm. A single URL needs no name.
-
-    Raises:
-        ValueError: two arms have the same name, one of several URLs has no name, or an argument is no URL.
-    """
-    found: dict[str, str] = {}
-    for text in given:
-        name, separator, url = text.partition("=") if not text.startswith(("http://", "https://")) else ("", "", text)
-        if not url.startswith(("http://", "https://")) or (separator and not name):
-            raise ValueError(f"--base-url {text} is no [NAME=]URL; write it like ours=http://127.0.0.1:30000")
-        if len(given) > 1 and not separator:
-            raise ValueError(f"--base-url {text} has no name; with several servers write NAME=URL for each")
-        if name in found:
-            raise ValueError(f"--base-url {text}: two arms are called {name}; give each its own name")
-        found[name or "server"] = url
-    return found

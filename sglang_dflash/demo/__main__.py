@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import gettempdir
 
+import httpx
+import openai
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -19,6 +21,7 @@ from sglang_dflash.demo.ask import ask
 from sglang_dflash.demo.pairs import Show, chosen
 from sglang_dflash.demo.terminal import compare, legend, summary
 from sglang_dflash.demo.web import Demo, Side, StepTrace, web_server
+from sglang_dflash.servers.document import require_folder
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import HOST, free_port, port_is_free, port_number
 from sglang_dflash.servers.progress import wait_ready
@@ -103,6 +106,9 @@ def main(argv: Sequence[str]) -> int:
     except ServerError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
+    except (openai.APIError, httpx.TransportError) as error:
+        print(f"demo: a server sent no whole answer ({error}); see its log in the folder of --logs", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -110,11 +116,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """Start both servers, ask the questions, and stop the servers.
 
     Raises:
-        ServerError: a port is taken, or a server ends by itself.
+        ServerError: a port is taken, the folder of the logs cannot be written, or a server ends by itself.
+        openai.APIError, httpx.TransportError: a server sends no whole answer.
     """
     end_on_sigterm()
     if options.web and not port_is_free(options.web_port):
         raise ServerError(f"port {options.web_port} is taken or not permitted; choose another with --web-port")
+    require_folder(options.logs, "--logs")
     show = chosen(options.target, options.draft, real=options.smollm2, console=console)
     tokenizer = Tokenizer.from_file(str(show.pair.target / "tokenizer.json"))
     trace = options.logs / f"steps-{options.port}"

@@ -15,6 +15,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import openai
 from tokenizers import Tokenizer
 
@@ -208,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
         self.begin("application/x-ndjson", POLICY.format(""))
         try:
             reply(self.say)
-        except openai.APIError as error:
+        except (openai.APIError, httpx.TransportError) as error:
             self.say({"error": f"The server sent no whole answer: {error}"})
         except ConnectionError:  # the page was closed, which ends the request
             return

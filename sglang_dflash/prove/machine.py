@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from huggingface_hub import try_to_load_from_cache
+
 from sglang_dflash import flags
 from sglang_dflash.host.backends import BACKENDS
 from sglang_dflash.tiny import pairs as tiny
@@ -133,6 +135,10 @@ def place_of(options: argparse.Namespace) -> Place:
         )
     if bool(options.model_path) != bool(options.draft_path):
         raise ValueError("found one of --model-path and --draft-path; give both")
+    for name, path in (("--model-path", options.model_path), ("--draft-path", options.draft_path)):
+        if path and not Path(path).is_dir() and not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            cure = f"run `hf download {path}` first"
+            raise ValueError(f"{name} {path} is not on this machine, and prove runs offline; {cure}")
     return Place(
         gpu=gpu,
         device=ALIASES.get(gpu.device, gpu.device) if gpu else emulated or "sm90",

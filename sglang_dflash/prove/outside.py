@@ -127,7 +127,8 @@ def check_speed(place: Place, found: Found) -> None:
     concurrency, n_prompts, repeats = (SPEED_AT_EMULATED, 8, 1) if small else (SPEED_AT, 64, 3)
     n_tokens = 48 if place.gpu is None else 512
     os.environ.update(place.env)
-    bench(
+    output.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run
+    status = bench(
         [
             *("--serve", "--arms", "off", "stock", "ours", "--no-latency", "--port", str(place.port)),
             *("--num-prompts", str(n_prompts), "--repeats", str(repeats), "--max-new-tokens", str(n_tokens)),
@@ -136,6 +137,7 @@ def check_speed(place: Place, found: Found) -> None:
             *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(place.pair.draft)),
         ]
     )
+    assert status == 0, "bench ended with an error; see the end of checks.log"
     summary = json.loads(output.with_suffix(".json").read_text())["summary"]
     shown = dict[int, list[str]]()
     for line in summary:

@@ -63,6 +63,9 @@ def launches(
         raise ValueError("--serve found no --model-path after --; add the server's flags there")
     if (value_of("--speculative-algorithm", flags) or "").upper() != "DFLASH":
         raise ValueError("the flags after -- have no --speculative-algorithm DFLASH; add the flags of the model card")
+    level = value_of("--log-level", flags) or "info"
+    if level.lower() not in ("debug", "info"):
+        raise ValueError(f"--log-level {level} hides the log line that names the worker; drop it, or give info")
     kinds = {name: kind_of(name) for name in names}
     has_mtp = mtp_layers(model) > 0 if not names or MTP in kinds.values() else False
     if MTP in kinds.values() and not has_mtp:

@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from sglang_dflash.servers.errors import ServerError
+
 CHECKOUT = Path(__file__).parents[2]  # the repository, unless the package is in site-packages
 PACKAGES = ("sglang", "torch", "transformers", "triton", "flashinfer-python", "sglang-kernel", "sglang-dflash")
 
@@ -34,6 +36,17 @@ def head(benchmark: str, command: str) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def require_folder(folder: Path, option: str) -> None:
+    """Make a folder, the value of `option`, and check that files can be written there, or raise ServerError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        is_writable = False
+    if not is_writable:
+        raise ServerError(f"{folder} cannot be written; choose another folder with {option}")
 
 
 def write(document: Mapping[str, Any], path: Path) -> str:

@@ -13,6 +13,7 @@ The same command resumes an interrupted run.
 import sys
 from collections.abc import Sequence
 
+from sglang_dflash.errors import HostMismatch
 from sglang_dflash.train.options import make_parser
 
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         RUNS[args.command](args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, HostMismatch) as error:
         print(f"train: {error}", file=sys.stderr)
         return 2
     return 0

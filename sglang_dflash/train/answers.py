@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 
+from sglang_dflash.cli import read_text
 from sglang_dflash.train.chat import parsed, require_line
 
 Messages = list[dict[str, Any]]
@@ -62,7 +63,7 @@ def read_prompts(path: Path) -> list[Line]:
         ValueError: a line is no conversation, or its last turn is neither the user's nor a tool's.
     """
     found = []
-    for number, line in enumerate(path.read_text().split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -84,7 +85,7 @@ def whole_lines(out: Path) -> list[str]:
     Raises:
         ValueError: the file does not begin with a JSON object. Nothing is removed then.
     """
-    text = out.read_text() if out.exists() else ""
+    text = read_text(out) if out.exists() else ""
     if text and not text.startswith("{"):
         raise ValueError(f"--out {out}, line 1: found {text[:60]!r}, no JSON object; give another --out")
     whole = text[: text.rfind("\n") + 1]

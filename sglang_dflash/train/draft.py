@@ -25,7 +25,7 @@ from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
 from sglang_dflash.train.ranks import ALONE, Ranks
-from sglang_dflash.train.sizes import Second
+from sglang_dflash.train.sizes import Second, check_target
 from sglang_dflash.train.start import RANDOM, start
 from sglang_dflash.train.tokens import Rows
 
@@ -188,13 +188,12 @@ def draft_config_for(
         ValueError: the target has no such layers or no such mask token, or the sizes contradict each other.
     """
     text = target.config.get_text_config()
+    check_target(text, second)
     fields = text.to_dict()
     # Targets with a RoPE base per layer type have no `rope_theta` here, so 10,000 applies.
     theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)
     n_target = text.num_hidden_layers
     last = n_target - 2
-    if last < 0:
-        raise ValueError("the target has one layer, and a draft reads layers before the last; give a deeper target")
     spread = tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))
     ids = target_layer_ids or spread
     if list(ids) != sorted(set(ids)) or ids[-1] > last:

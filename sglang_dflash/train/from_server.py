@@ -1,6 +1,7 @@
 """Training text from a served target, by its OpenAI API."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from openai import (
 )
 from openai.types.chat import ChatCompletionMessage
 
+from sglang_dflash.cli import require_url
 from sglang_dflash.train.answers import Line, Sampling, Write
 
 TIMEOUT_S = 3600
@@ -28,10 +30,11 @@ class ServerSource:
         """Create the client.
 
         Raises:
-            ValueError: the URL has no http://.
+            ValueError: the URL has no http://, or its host or port is invalid.
         """
         if "://" not in url:
             raise ValueError(f"--server {url} has no http://; did you mean http://{with_v1(url)}?")
+        require_url(url, "--server")
         self.url = url
         self.at_once = at_once
         self.client = client or AsyncOpenAI(base_url=url, api_key=api_key, timeout=TIMEOUT_S)
@@ -84,10 +87,12 @@ class ServerSource:
 
     async def model(self) -> str:
         """Return the name of the served model, or raise ValueError if there is none."""
-        models = (await self.client.models.list()).data
-        if not models:
-            raise ValueError(f"--server {self.url} lists no model; give the URL of the target's server")
-        return models[0].id
+        answer = await self.client.models.with_raw_response.list()
+        try:
+            return str(json.loads(answer.text)["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError):
+            cure = "give the URL of an OpenAI API, ending in /v1"
+            raise ValueError(f"--server {self.url} lists no model; {cure}") from None
 
 
 def with_v1(url: str) -> str:

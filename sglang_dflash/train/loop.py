@@ -146,7 +146,8 @@ class Log:
         self.writes = ranks.is_first
         if self.writes:
             lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            path.write_text("".join(line for line in lines if json.loads(line)["step"] <= run.step))
+            whole = [line for line in lines if line.endswith("\n")]  # an interrupted run may leave part of a line
+            path.write_text("".join(line for line in whole if json.loads(line)["step"] <= run.step))
 
     def add(self, report: Mapping[str, Any]) -> None:
         if self.writes:

@@ -72,7 +72,7 @@ def _add_shape(add: Add) -> None:
     )
     add("--dflash2", action="store_true", help="train a DFlash 2 draft; the next four options are its sizes")
     for field in fields(Second):
-        add(option(field.name), type=count, default=field.default, help=SECOND_HELP[field.name])
+        add(option(field.name), type=count, help=f"{SECOND_HELP[field.name]} (default: {field.default})")
 
 
 def _add_course(add: Add) -> None:

@@ -50,11 +50,13 @@ def joined(device: str) -> Iterator[tuple[Ranks, torch.device]]:
     Under torchrun, `device` "cuda" becomes the process's own GPU.
 
     Raises:
-        ValueError: there are fewer GPUs than processes.
+        ValueError: there are fewer GPUs than processes, or RANK is set without torchrun's other variables.
     """
     if "RANK" not in os.environ:
         yield ALONE, torch.device(device)
         return
+    if missing := [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in os.environ]:
+        raise ValueError(f"RANK is set and {missing[0]} is not; start the training with torchrun, or unset RANK")
     local_rank, n_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if device == "cuda":
         if n_local > torch.cuda.device_count():

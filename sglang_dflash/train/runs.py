@@ -18,7 +18,7 @@ from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.from_model import ModelSource
 from sglang_dflash.train.from_server import ServerSource
 from sglang_dflash.train.loop import TrainRecipe
-from sglang_dflash.train.options import DTYPES
+from sglang_dflash.train.options import DTYPES, option
 from sglang_dflash.train.ranks import joined
 from sglang_dflash.train.sizes import Second
 from sglang_dflash.train.text import Batches, read_documents
@@ -108,7 +108,11 @@ def plan(args: argparse.Namespace, batches: Batches) -> str:
 
 
 def second_of(args: argparse.Namespace) -> Second | None:
-    return Second(**{field.name: vars(args)[field.name] for field in fields(Second)}) if args.dflash2 else None
+    """Return the sizes of a DFlash 2 draft; None without --dflash2, and then ValueError if a size is given."""
+    given = {field.name: vars(args)[field.name] for field in fields(Second) if vars(args)[field.name] is not None}
+    if given and not args.dflash2:
+        raise ValueError(f"{option(next(iter(given)))} is a size of a DFlash 2 draft; add --dflash2, or drop it")
+    return Second(**given) if args.dflash2 else None
 
 
 def recipe_of(args: argparse.Namespace) -> TrainRecipe:
@@ -124,6 +128,8 @@ def recipe_of(args: argparse.Namespace) -> TrainRecipe:
 def run_prompts(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     folders = args.folders or [Path(sysconfig.get_paths()["stdlib"])]
+    if empty := [folder for folder in folders if not any(folder.rglob("*.py"))]:
+        raise ValueError(f"--folders {empty[0]} holds no Python file; give the folder of a package")
     options = {"turns": args.turns, "n_tasks": args.tasks, "seed": args.seed}
     n = prompts.write_prompts(source_of(args), tokenizer, folders, args.out, **options)
     print(f"{n:,} prompts in {args.out}")
@@ -147,6 +153,11 @@ def source_of(args: argparse.Namespace) -> answers.Source:
 
 
 def default_device(asked: str | None) -> str:
+    """Return the asked device, or by default a GPU if there is one. Raises ValueError if torch has no such device."""
+    try:
+        torch.device(asked or "cpu")
+    except RuntimeError:
+        raise ValueError(f"--device {asked} is no device of torch; give cpu, cuda or cuda:N") from None
     if asked and asked.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {asked}: torch finds no GPU; drop --device to use the CPU")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -168,6 +179,8 @@ def run_tiny(args: argparse.Namespace) -> None:
         recipes.append(replace(recipe, steps=steps, more_cycles=()) if steps else recipe)
     target_recipe, draft_recipe = recipes
     if args.dflash2:
+        if not (args.out / "target").is_dir():
+            raise ValueError(f"--out {args.out} has no target/; train it first, without --dflash2")
         make_draft(args.out, args.kind, seed=args.seed, recipe=draft_recipe, second=True)
     else:
         make_pair(args.out, args.kind, seed=args.seed, target_recipe=target_recipe, draft_recipe=draft_recipe)

@@ -81,6 +81,8 @@ def start_from(draft: DraftModel, target: PreTrainedModel) -> None:
             f"the draft; give --layers {len(decoder.layers)}, or --start-from random"
         )
     layers = decoder.layers[-len(draft.layers) :]
+    if not hasattr(layers[0], "input_layernorm") or not hasattr(decoder, "norm"):
+        raise ValueError("the target's layers are not built like a draft's; give --start-from random")
     pairs = [(draft.norm, decoder.norm), (draft.hidden_norm, layers[0].input_layernorm)]
     for own_layer, layer in zip(draft.layers, layers, strict=True):
         found = dict(layer.named_modules())
@@ -89,6 +91,6 @@ def start_from(draft: DraftModel, target: PreTrainedModel) -> None:
         if isinstance(own, nn.RMSNorm) and own.weight.shape == its.weight.shape:
             own.weight.copy_(its(torch.ones_like(own.weight, dtype=target.dtype)))
         elif isinstance(own, nn.Linear) and own.weight.shape == its.weight.shape:
-            own.load_state_dict(its.state_dict())
+            own.weight.copy_(its.weight)  # a draft's matrices have no bias
     draft.fc.weight.zero_()
     draft.fc.weight[:, -draft.config.hidden_size :] = torch.eye(draft.config.hidden_size, device=draft.device)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sglang_dflash.cli import read_text
 from sglang_dflash.train import chat
 from sglang_dflash.train.chat import Part, parsed, require_keys
 from sglang_dflash.train.tokens import Rows, Tokens, stacked
@@ -33,7 +34,7 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: i
         ValueError: the file has another suffix, a line cannot be used, or fewer than two pieces remain.
     """
     if path.suffix == ".txt":
-        documents = [tokens_of([(path.read_text(), True)], tokenizer)]
+        documents = [tokens_of([(read_text(path), True)], tokenizer)]
     elif path.suffix == ".jsonl":
         documents = [tokens_of(parts, tokenizer) for parts in _jsonl_parts(path, tokenizer)]
     else:
@@ -112,7 +113,7 @@ def padded(documents: list[Tokens], pad_id: int) -> Rows:
 
 
 def _jsonl_parts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[Part]]:
-    for number, line in enumerate(path.read_text().split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

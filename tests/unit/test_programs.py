@@ -63,6 +63,7 @@ def test_an_unknown_program_is_refused(name: str, cure: str, capsys: pytest.Capt
             "did you mean --learning-rate?",
         ),
         (["train", "darft"], "; did you mean draft?"),
+        (["train", "tiny", "--steps", "9"], "; --steps is an option of another command, see this one's --help"),
         (["models", "smol"], "; did you mean smollm2?"),
         (["dashboard", "--zzz"], "unrecognized arguments: --zzz"),
     ],
@@ -71,6 +72,17 @@ def test_a_misspelt_word_gets_the_nearest_one(words: list[str], cure: str, capsy
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert capsys.readouterr().err.endswith(f"{cure}\n")
+
+
+def test_an_interrupted_command_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sglang_dflash.__main__.resolve_name", lambda name: interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "train: stopped; repeat the command to resume\n"
 
 
 def test_dashes_do_not_make_flags_similar() -> None:

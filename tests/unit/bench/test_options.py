@@ -37,6 +37,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ((*URL, "--serve"), "--base-url and --serve; give one of"),
         (("--base-url", "off"), "--base-url off is no [NAME=]URL"),
         ((*URL, "http://127.0.0.1:1"), "with several servers write NAME=URL for each"),
+        (("--base-url", "http://127.0.0.1:PORT"), "--base-url http://127.0.0.1:PORT is no valid URL; write it like"),
+        ((*URL, "--output", "."), "--output . is a folder; give a path such as bench"),
+        (("--serve", *SERVED, "--api-key", "k"), "--serve sends no API key to the servers that it starts; drop"),
+        (("--serve", *SERVED, "--log-level", "warning"), "--log-level warning hides the log line that names the wor"),
+        ((*URL, "--api", "k"), "unrecognized arguments: --api"),
         (("--base-url", "=http://x", "=http://y"), "--base-url =http://x is no [NAME=]URL"),
         (("--base-url", "a=http://x", "a=http://y"), "two arms are called a; give each"),
         ((*URL, "--", "--tp", "2"), "-- --tp ...: --base-url takes no server flags; drop them, or use --serve"),
@@ -145,6 +150,14 @@ def test_a_prompt_may_be_the_turns_of_a_user(tmp_path):
     for wrong in ("null", "[]", '["a", 1]', "5"):
         data.write_text(f'{{"prompt": {wrong}}}\n')
         with pytest.raises(ValueError, match=r"turns\.jsonl:1: found .*; write one JSON object per line, with"):
+            prompts.read(data, 1)
+
+
+def test_what_would_be_left_out_of_a_request_is_refused(tmp_path):
+    data = tmp_path / "tools.jsonl"
+    for more in ({"tools": []}, {"messages": [{"role": "user", "content": "a", "tool_calls": []}]}):
+        data.write_text(json.dumps({"messages": asked("one")} | more))
+        with pytest.raises(ValueError, match=r"tools\.jsonl:1: bench does not send 'tool(s|_calls)'; take it out"):
             prompts.read(data, 1)
 
 

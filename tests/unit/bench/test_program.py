@@ -16,7 +16,7 @@ from rich.console import Console
 from sglang_dflash.bench import report, served
 from sglang_dflash.bench.__main__ import every_repeat
 from sglang_dflash.bench.__main__ import run as main
-from sglang_dflash.bench.client import HttpEngine, ServerKind
+from sglang_dflash.bench.client import HttpEngine, ServerKind, streamed, unstreamed
 from sglang_dflash.bench.compare import GateError
 from sglang_dflash.bench.schedule import Bench
 from sglang_dflash.servers import arms
@@ -194,6 +194,17 @@ def test_unknown_numbers_of_other_servers_are_marked(fake, bench):
 def test_an_unsuitable_server_is_named(fake, bench, flags, arguments, message):
     with pytest.raises(ServerError, match=message):
         bench("--base-url", fake(*flags), *SMALL, *arguments)
+
+
+def test_an_error_in_a_stream_is_reported():
+    with pytest.raises(ServerError, match=r"mine sent an error in a stream \(.*out of memory.*; see the server's log"):
+        streamed("mine", 0.0, [(0.0, 'data: {"error": {"message": "out of memory"}}')])
+
+
+@pytest.mark.parametrize("reply", [{}, {"choices": [], "usage": {}}])
+def test_an_answer_without_numbers_is_reported(reply):
+    with pytest.raises(ServerError, match="mine sent an answer without choices or usage; measure another server"):
+        unstreamed("mine", reply)
 
 
 def test_a_refused_prompt_ends_the_program(fake, bench, tmp_path):

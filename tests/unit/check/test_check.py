@@ -274,6 +274,12 @@ def test_a_width_out_of_range_is_noticed_without_a_launch(width, end, monkeypatc
     assert findings.environment(launch=True).startswith("worker plugin")
 
 
+def test_a_whole_command_is_refused(capsys):
+    for words in (["python", "-m", "sglang.launch_server"], ["sglang", "serve"]):
+        assert main([*words, "--model-path", "m", "--speculative-algorithm", "DFLASH"]) == 1
+        assert "found a whole command; give only the flags after" in capsys.readouterr().err
+
+
 def test_the_only_width_is_not_removed(monkeypatch):
     monkeypatch.setenv("SGLANG_DFLASH_WIDTHS", "0")
     with pytest.raises(ValueError, match=r"^SGLANG_DFLASH_WIDTHS: 0 is not within 1\.\.32; unset the variable$"):

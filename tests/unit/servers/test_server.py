@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from sglang_dflash.servers import server as server_module
+from sglang_dflash.servers.document import require_folder
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import HOST, free_port, port_is_free
 from sglang_dflash.servers.progress import wait_ready
@@ -79,6 +80,13 @@ def test_no_free_port_is_reported(monkeypatch, start, last):
     message = rf"found no free port in {start}\.\.{last}; choose another start with --port"
     with pytest.raises(ServerError, match=message):
         free_port(start)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    require_folder(tmp_path / "new" / "folder", "--logs")
+    (tmp_path / "file").touch()
+    with pytest.raises(ServerError, match=r"file/logs cannot be written; choose another folder with --logs"):
+        require_folder(tmp_path / "file" / "logs", "--logs")
 
 
 def test_there_is_no_port_above_the_last():

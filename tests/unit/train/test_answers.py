@@ -135,6 +135,11 @@ def source_of(reply: Callable[[httpx.Request], httpx.Response], url: str = "http
     return ServerSource(url, 1, AsyncOpenAI(base_url=url, api_key="none", http_client=http, max_retries=0))
 
 
+def test_an_invalid_url_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--server http://HOST:PORT/v1 is no valid URL; write it like"):
+        ServerSource("http://HOST:PORT/v1", 1)
+
+
 def test_a_rejected_prompt_is_named(tmp_path: Path) -> None:
     def reply(request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
@@ -145,9 +150,10 @@ def test_a_rejected_prompt_is_named(tmp_path: Path) -> None:
         answers.write_answers(source_of(reply), [line("a")], tmp_path / "out", answers.Sampling())
 
 
-def test_a_server_without_a_model_is_refused(tmp_path: Path) -> None:
-    source = source_of(lambda request: httpx.Response(200, json={"data": []}))
-    with pytest.raises(ValueError, match=r"--server http://server/v1 lists no model; give the URL"):
+@pytest.mark.parametrize("found", [{"json": {"data": []}}, {"html": "<p>a page</p>"}], ids=["none", "a page"])
+def test_a_server_without_a_model_is_refused(tmp_path: Path, found: dict) -> None:
+    source = source_of(lambda request: httpx.Response(200, **found))
+    with pytest.raises(ValueError, match=r"--server http://server/v1 lists no model; give the URL of an OpenAI"):
         answers.write_answers(source, [line("a")], tmp_path / "out", answers.Sampling())
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.train.__main__ import main
 from sglang_dflash.train.draft import draft_config_for
 from sglang_dflash.train.loop import LOG
+from sglang_dflash.train.sizes import check_target
 from sglang_dflash.train.tiny_pair import make_tokenizer
 
 
@@ -147,6 +149,10 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--device", "gpu"], "--device gpu is no device of torch; give cpu, cuda or cuda:N"),
+        (["--selector-rank", "8"], "--selector-rank is a size of a DFlash 2 draft; add --dflash2, or drop it"),
+        (["--dflash2", "--conv-group-size", "3"], "--conv-group-size 3 does not divide the target's hidden size 32"),
+        (["--dflash2", "--conv-group-size", "8", "--selector-top-k", "99999"], "--selector-top-k 99999 exceeds the"),
         (["--data", "notes.md"], "neither .txt nor .jsonl"),
         (["--target", "/no/such/target"], "/no/such/target"),
     ],
@@ -178,6 +184,28 @@ def test_a_target_of_one_layer_is_refused():
     target = Qwen3ForCausalLM(Qwen3Config(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
     with pytest.raises(ValueError, match=r"the target has one layer, .*; give a deeper target"):
         draft_config_for(target, n_layers=1, block_size=4, mask_token_id=1)
+
+
+def test_a_target_without_a_size_is_refused():
+    text = SimpleNamespace(num_attention_heads=2, num_key_value_heads=1, rms_norm_eps=1e-6)  # as Qwen3.5-MoE's config
+    with pytest.raises(ValueError, match=r"the target's config has no intermediate_size, which the draft would copy"):
+        check_target(text, None)
+
+
+@pytest.mark.parametrize("name", ["data.txt", "data.jsonl"])
+def test_text_in_another_encoding_is_refused(target, tmp_path, capsys, name):
+    (tmp_path / name).write_bytes("caf\u00e9".encode("latin-1"))
+    assert main(command(target, tmp_path / name, tmp_path / "draft")) == 2
+    assert f"{name} is not UTF-8 text (byte 3); convert it to UTF-8" in capsys.readouterr().err
+
+
+def test_a_partial_line_of_the_log_is_dropped(target, data, tmp_path):
+    out = tmp_path / "draft"
+    assert main(command(target, data, out, "--steps", "1", "--report-every", "1")) == 0
+    whole = (out / LOG).read_text()
+    (out / LOG).write_text(whole + whole[:20])
+    assert main(command(target, data, out, "--steps", "1", "--report-every", "1")) == 0
+    assert (out / LOG).read_text() == whole
 
 
 def test_a_tokenizer_without_a_mask_token_is_refused(target, data, tmp_path, tokenizer, capsys):

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import sglang_dflash
 from sglang_dflash.draft import checkpoint
@@ -165,6 +173,23 @@ def test_qwen3_5_can_be_a_target():
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
     assert config_for(target).rope_parameters == {"rope_type": "default", "rope_theta": 1e7}
+
+
+def test_biases_of_the_target_are_left_out():
+    """Qwen2's queries, keys and values have a bias, and a draft's have none."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
+    target = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    draft = DraftModel(draft_config_for(target, n_layers=1, block_size=8, mask_token_id=63))
+    start_from(initialised(draft), target)
+    assert torch.equal(draft.layers[0].self_attn.q_proj.weight, target.model.layers[1].self_attn.q_proj.weight)
+
+
+def test_layers_of_another_kind_need_a_random_start():
+    target = make_target()
+    draft = DraftModel(draft_config_for(target, n_layers=1, block_size=8, mask_token_id=63))
+    del target.model.layers[-1].input_layernorm
+    with pytest.raises(ValueError, match="layers are not built like a draft's; give --start-from random"):
+        start_from(initialised(draft), target)
 
 
 def test_a_draft_starts_with_the_targets_last_layers():
