@@ -83,7 +83,12 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     """Set and apply the hooks that only a scheduler with DFLASH needs. SGLang has imported the hooked modules."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.draft.weight_push import draft_stays, refuse_unknown, to_target_unless_named
+    from sglang_dflash.draft.weight_push import (
+        draft_stays,
+        quantized_draft_stays,
+        refuse_unknown,
+        to_target_unless_named,
+    )
     from sglang_dflash.draft.weight_update import own_checkpoint_only
     from sglang_dflash.host.draft_input import after_transfer, row_headroom
     from sglang_dflash.host.requests import (
@@ -106,7 +111,12 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         HOOKS["finish"]: (update_finish_state, HookType.AROUND),
         HOOKS["session"]: (create_req, HookType.AROUND),
         HOOKS["update_from_disk"]: (
-            own_checkpoint_only(config.draft, vocab_size=config.target.vocab_size, block_size=config.block_size),
+            own_checkpoint_only(
+                config.draft,
+                vocab_size=config.target.vocab_size,
+                block_size=config.block_size,
+                served_is_quantized=config.draft_quantization is not None,
+            ),
             HookType.AROUND,
         ),
         HOOKS["push_tensors"]: (to_target_unless_named, HookType.AROUND),
@@ -117,6 +127,8 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),
     }
+    if config.draft_quantization is not None:
+        hooks[HOOKS["begin_push"]] = quantized_draft_stays, HookType.AROUND
     recurrent = config.target.recurrent
     if recurrent:
         hooks |= {

@@ -100,7 +100,7 @@ def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     if is_second and not rank:
         raise ValueError(
             f"{path}: {architecture} is DFlash 2, but selector_rank is 0 or missing; write the trained selector_rank "
-            "into config.json"
+            "into dflash_config"
         )
     if rank and not is_second:
         raise ValueError(
@@ -136,7 +136,7 @@ def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[t
     """Return the kind of each layer, and whether sliding layers are causal. Full layers are never causal."""
     if config.get("layer_types") is None and config.get("use_sliding_window"):
         raise ValueError(f"{path}: use_sliding_window is set without layer_types; add layer_types")
-    kinds = tuple(config.get("layer_types", (FULL,) * n_layers))
+    kinds = tuple(config.get("layer_types") or (FULL,) * n_layers)
     is_causal, inner = config.get("is_causal"), config["dflash_config"].get("causal")
     sliding_is_causal = is_causal is not False or SLIDING not in kinds
     causal = {FULL: False, SLIDING: sliding_is_causal}
@@ -290,5 +290,5 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
         if found[name] != shape:
             raise ValueError(
                 f"{path}: {name} has shape {list(found[name])}, config.json implies {list(shape)}; "
-                "the files do not belong to this config.json, fetch the draft again"
+                "correct config.json if it does not describe these files, else fetch the draft again"
             )

@@ -78,9 +78,12 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Convert DeepSpec's config. Its blocks are anchor-first unless one of the fields in `ANCHOR_FIRST` is false."""
-    (name,) = config["architectures"]
+    name = next(name for name in config["architectures"] if name.endswith(DEEPSPEC))
     if config.get("markov_rank"):
-        raise NotSupported(f"{path}: {name} with markov_rank {config['markov_rank']} is DSpark; give a DFlash draft")
+        raise NotSupported(
+            f"{path}: {name} with markov_rank {config['markov_rank']} is DSpark; serve it with "
+            "--speculative-algorithm DSPARK, or give a DFlash draft"
+        )
     if all(config.get(field) is not False for field in ANCHOR_FIRST):
         raise NotSupported(
             f"{path}: {name} is a DeepSpec draft, and its blocks are anchor-first (slot 0 predicts the next token), "

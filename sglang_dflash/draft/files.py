@@ -190,7 +190,7 @@ def _hub_config(repository: str, revision: str | None) -> Path:
     except RevisionNotFoundError:
         cure = "correct --speculative-draft-model-revision"
         raise ValueError(f"{repository} has no revision {revision}; {cure}") from None
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError) as error:
         raise ValueError(
             f"--speculative-draft-model-path {repository} is no directory and cannot be fetched "
             f"({type(error).__name__}); give a directory, or the id of a repository with a config.json. If it is "
@@ -212,8 +212,8 @@ def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Sh
         has_own_mask = HfApi().file_exists(repository, MASK_EMBEDDING, revision=revision)
     except NotASafetensorsRepoError:
         raise ValueError(
-            f"{repository} has no safetensors weights that can be read from here (model.safetensors, or its index); "
-            "convert the draft to safetensors. If it is private, run `hf auth login` first"
+            f"{repository} has no model.safetensors and no index of one; convert the draft to safetensors, or, if its "
+            f"files have other names, run `hf download {repository}`. If it is private, run `hf auth login` first"
         ) from None
     except SafetensorsParsingError as error:
         raise ValueError(f"{repository}: its weights are damaged ({error}); give another draft or revision") from None

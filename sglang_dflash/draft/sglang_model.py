@@ -4,8 +4,7 @@ The draft has no embedding and no head. `attach` stores the target's embedding a
 forward (one CUDA graph) maps token ids to token ids. The draft's context is the target's hidden states (features), from
 which `context_kv` computes K and V for every layer. The model is independent of requests, steps and acceptance.
 
-Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`. The parts
-of DFlash 2 are in `second.py`.
+Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`.
 Dimensions: T rows (B requests x N block tokens, or packed prompt tokens), L draft layers, Q query heads, G KV heads,
 E head width, H hidden, C features (captured layers x H), V vocabulary.
 """
@@ -36,6 +35,7 @@ from sglang_dflash.draft.rotary import reach
 from sglang_dflash.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds
 from sglang_dflash.draft.weights import (
+    QUANTIZED,
     checkpoint_names,
     is_unused,
     lay_side_by_side,
@@ -286,7 +286,7 @@ class DFlashDraftModel(nn.Module):
         parameters = dict(self.named_parameters())
         if self.needed <= self.loaded:
             if self.qkv_LXH is None:
-                raise ValueError("a quantized draft takes no new weights; restart the server with them")
+                raise ValueError(QUANTIZED)
             weights = list(weights)  # `weights` may be a generator, and is iterated twice
             require_all_known((name for name, _ in weights), parameters)
         for name, tensor in weights:

@@ -49,7 +49,8 @@ SERVED_BY_STOCK = {
     "is_neox_style": (False,),
 }
 GIVE = "give a DFlash draft"
-DSPARK = "DSparkDraftModel"  # architecture of drafts that SGLang serves as another algorithm
+# Architectures of drafts that SGLang serves as another algorithm.
+DSPARK = ("DSparkDraftModel", "Lfm2DSparkDraftModel", "DSparkMiniMaxDraftModel")
 
 # Keys that `dflash_config` may have. `output_multiplier` and `final_logit_softcapping` keep the order of logits. So for
 # DFlash they change no draft, but for DFlash 2 they change the selector's scores.
@@ -94,8 +95,6 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
         NotSupported: the draft is another drafter's, is quantized, or requires a part that DFlash does not have.
         ValueError: `architectures` is not a list, or `config` has no `dflash_config`.
     """
-    _refuse_anchor_first(config, path)
-    _refuse_quantized(config, path)
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"{path}: architectures is {architectures!r}, not a list; fix config.json")
@@ -104,6 +103,8 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
             f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {DFLASH} or {DFLASH_2}; "
             f"{cure('architectures', *architectures)}"
         )
+    _refuse_anchor_first(config, path)
+    _refuse_quantized(config, path)
     dflash = config.get("dflash_config")
     if not isinstance(dflash, dict):
         raise ValueError(
@@ -127,7 +128,7 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
 
 def cure(field: str, *values: Any) -> str:
     """Return the cure for a draft with another drafter's field. SGLang's own worker is one if it computes the draft."""
-    if values == (DSPARK,):
+    if len(values) == 1 and values[0] in DSPARK:
         return "serve it with --speculative-algorithm DSPARK"
     is_served = len(values) == 1 and values[0] in SERVED_BY_STOCK.get(field, ())
     return f"{GIVE}, or {STOCK}" if is_served else GIVE
@@ -160,6 +161,7 @@ def _refuse_quantized(config: Mapping[str, Any], path: str) -> None:
     of = found if isinstance(found, dict) else {}
     words = ", ".join(str(of[name]) for name in ("quant_method", "format") if of.get(name)) or repr(found)
     raise NotSupported(
-        f"{path}: quantization_config is {words}: quantized draft checkpoints are not supported; give the draft "
-        "as it was trained (--speculative-draft-model-quantization fp8 quantizes it while it loads)"
+        f"{path}: quantization_config is {words}: quantized draft checkpoints are not supported; give the "
+        "unquantized draft (--speculative-draft-model-quantization fp8 quantizes it while it loads), or "
+        f"{STOCK}"
     )

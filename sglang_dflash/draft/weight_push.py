@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
 
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
+from sglang_dflash.draft.weights import QUANTIZED
 
 Outcome = tuple[bool, str]
 # Errors that SGLang's models raise for a tensor with an unknown name or a wrong shape.
@@ -29,6 +31,16 @@ def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any
     return stock(manager, request)
 
 
+def quantized_draft_stays(stock: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Open a session for the target only, because its end would quantize the draft's weights a second time.
+
+    Hook around `SchedulerWeightUpdaterManager.begin_weight_update`, set for a quantized draft.
+    """
+    if request.selector == "draft":
+        return BeginWeightUpdateReqOutput(success=False, message=QUANTIZED)
+    return stock(manager, msgspec.structs.replace(request, selector="target"))
+
+
 def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kwargs: Any) -> Outcome:
     """Return a failure, instead of raising an error, if a pushed tensor does not fit.
 
@@ -38,6 +50,8 @@ def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kw
         return stock(updater, *args, **kwargs)
     except NOT_LOADED as error:
         for_draft = isinstance(updater.get_model(), DFlashDraftModel)
+        if str(error) == QUANTIZED:
+            return False, QUANTIZED
         model, other = ("draft", "target") if for_draft else ("target", "draft")
         return False, (
             f"the {model} cannot take these tensors ({type(error).__name__}: {error}); push the {other}'s with "

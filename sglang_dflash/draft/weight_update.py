@@ -21,6 +21,7 @@ from sglang_dflash.draft.dialects import names_draft
 from sglang_dflash.draft.pair import check_borrowed
 from sglang_dflash.draft.record import SECOND, Checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
+from sglang_dflash.draft.weights import QUANTIZED
 
 Update = Callable[..., tuple[bool, str]]
 # Fields of a draft that fix how the server is built at its start. A new draft must have equal values.
@@ -31,7 +32,9 @@ BUILT = (
 )  # fmt: skip
 
 
-def own_checkpoint_only(served: Checkpoint, *, vocab_size: int, block_size: int) -> Callable[..., tuple[bool, str]]:
+def own_checkpoint_only(
+    served: Checkpoint, *, vocab_size: int, block_size: int, served_is_quantized: bool = False
+) -> Callable[..., tuple[bool, str]]:
     """Return a hook around `WeightUpdater.update_weights_from_disk`.
 
     The hook returns whether the update succeeded, and a sentence for the client.
@@ -40,6 +43,7 @@ def own_checkpoint_only(served: Checkpoint, *, vocab_size: int, block_size: int)
         served: draft with which the server was started.
         vocab_size: size of the target's vocabulary.
         block_size: number of tokens per block on this server, at most `served.block_size`.
+        served_is_quantized: the served draft was quantized while it loaded.
     """
 
     def update(
@@ -53,6 +57,8 @@ def own_checkpoint_only(served: Checkpoint, *, vocab_size: int, block_size: int)
         if is_draft(model_path) and not for_draft:
             return True, f"The target stays: {model_path} is a DFlash draft."
         if for_draft:
+            if served_is_quantized:  # SGLang would load the weights twice, and raise the second error
+                return False, QUANTIZED
             try:
                 require_like(served, checkpoint.read(model_path), vocab_size, block_size)
             except ValueError as error:

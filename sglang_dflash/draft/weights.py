@@ -15,6 +15,8 @@ from sglang_dflash.draft.pair import unused
 
 logger = logging.getLogger(__name__)
 
+QUANTIZED = "a quantized draft takes no new weights; restart the server with the new draft"
+
 # A checkpoint stores some projections separately that the model fuses into one parameter. For each such projection:
 # name of the fused parameter, and the projection's shard in it.
 FUSED: dict[str, tuple[str, str | int]] = {

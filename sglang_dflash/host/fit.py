@@ -6,6 +6,7 @@ from sglang_dflash.errors import NotSupported
 from sglang_dflash.host.arguments import Arguments, TargetFacts
 from sglang_dflash.memory.sizes import kept_window
 
+PLAIN = ("safetensors", "fastsafetensors", "instanttensor", "npcache")  # load formats that read a draft's files
 DUMMY = "dummy"  # SGLang's name for random weights
 
 
@@ -67,10 +68,10 @@ def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
 
 
 def load_format(arguments: Arguments) -> str | None:
-    """Return the load format of the draft's weights; None: the target's.
+    """Return the load format of the draft's weights; None: the target's, which can read a draft's files.
 
-    With `--load-format dummy` the target gets its weights from a trainer later. No trainer sends the draft's weights,
-    so the draft is loaded from its files.
+    With formats such as `gguf` and `flash_rl`, which only the target has, the draft is loaded from its own files. So it
+    is with `dummy`: a trainer sends the target's weights later, but not the draft's.
 
     Raises:
         NotSupported: the launch sets dummy weights for the draft.
@@ -80,7 +81,7 @@ def load_format(arguments: Arguments) -> str | None:
             f"--speculative-draft-load-format {DUMMY} is not supported with DFLASH (drafts of random weights are "
             "rejected); drop the flag: the draft is loaded from its files even with --load-format dummy"
         )
-    by_default = "auto" if arguments.load_format == DUMMY else None
+    by_default = None if arguments.load_format in PLAIN else "auto"
     return arguments.draft_load_format or by_default
 
 

@@ -157,6 +157,7 @@ class Rings:
 
         Raises:
             NotSupported: SGLang cannot compute the bytes of one KV slot of the draft.
+            ValueError: the rings take all of the memory.
         """
         available = stock(configurator, pre_model_load_memory)
         slot_bytes = configurator.dflash_draft_cell_size_per_token
@@ -174,6 +175,11 @@ class Rings:
             "draft KV: a ring of %d slots, %.2f MiB per request, %.2f MiB in all",
             *(ring, ring * slot_bytes / 2**20, rings / 2**20),
         )
+        if rings >= available:
+            raise ValueError(
+                f"the draft's ring buffers for {n_requests} requests take {rings / 2**30:.1f} GiB, and "
+                f"{available / 2**30:.1f} GiB are free; lower --max-running-requests, or raise --mem-fraction-static"
+            )
         return available - rings
 
 

@@ -6,7 +6,8 @@ token v in the output of the row's request, next anchor included. A request with
 gets a row of counts in its prefill. Other requests cost nothing. No counts are allocated before the first request with
 a penalty.
 
-When a retracted request is prefilled again, its output so far is part of the prefill, and is counted anew.
+When a retracted request is prefilled again, its output so far is part of the prefill, and is counted anew. A decode
+server counts a request's output when the request joins a batch, because another server has prefilled it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Asking(NamedTuple):
 
     asked: Asked
     prompt_len_P: torch.Tensor  # int64
+    reqs: list[Req]
+    n_retractions: list[int]  # of each of `reqs`, when its row was read
 
 
 class Penalties:
@@ -42,6 +45,8 @@ class Penalties:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.counts_RV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.row_of: WeakKeyDictionary[Req, int] = WeakKeyDictionary()  # weak: a deleted request frees its row
+        # Retractions of each request when its row was last seeded.
+        self.seeded_after: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
         self.last: tuple[list[Req], Asking | None] = [], None  # last argument and result of `_asking`
 
     # -- prefill ------------------------------------------------------------------------------------------------------
@@ -136,6 +141,7 @@ class Penalties:
         if row is None:
             row = self._free_row()
             self.row_of[req] = row
+        self.seeded_after[req] = req.retraction_count
         counts_V = self.counts_RV[row].zero_()
         if req.output_ids:
             output_T = async_h2d(list(req.output_ids), dtype=torch.int64, device=counts_V.device)
@@ -162,7 +168,8 @@ class Penalties:
 
         The result is cached, because most batches have the same requests as the previous one.
         """
-        if reqs != self.last[0]:
+        last_reqs, asking = self.last
+        if reqs != last_reqs or (asking and asking.n_retractions != retractions(asking.reqs)):
             self.last = list(reqs), self._read(reqs)
         return self.last[1]
 
@@ -170,12 +177,24 @@ class Penalties:
         index = [i for i, req in enumerate(reqs) if asks(req)]
         if not index:
             return None
-        asking, device = [reqs[i] for i in index], self.counts_RV.device
+        asking = [reqs[i] for i in index]
+        for req in asking:
+            # On a decode server `begin` does not run: another server has prefilled the request, or it was retracted and
+            # its K/V restored.
+            if self.seeded_after.get(req) != req.retraction_count:
+                self._seed(req)
+        device = self.counts_RV.device
         prompt_lens = [len(req.origin_input_ids) for req in asking]
         return Asking(
             asked_by(asking, index, [self.row_of[req] for req in asking], device),
             async_h2d(prompt_lens, dtype=torch.int64, device=device),
+            asking,
+            retractions(asking),
         )
+
+
+def retractions(reqs: list[Req]) -> list[int]:
+    return [req.retraction_count for req in reqs]
 
 
 def asks(req: Req) -> bool:

@@ -63,10 +63,19 @@ class Processors:
         return params | {REQUEST: ReqAtSlot.of(req, lambda: read_texts()[row])}
 
     def _texts(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> list[array]:
-        """Return, for every slot of every request, the request's output up to the slot. Waits for the device."""
+        """Return, for every slot of every request, the request's output up to the slot. Waits for the device.
+
+        Requests whose processors do not read the output have empty texts: their last tokens may not have been kept.
+        """
         last = dict(zip(self.last_reqs, committed(self.last_committed_BN, self.last_n_committed_B), strict=True))
-        texts = []
-        for req, prefix_len, tokens in zip(batch.reqs, plan.prefix_len_B.tolist(), tokens_BN.tolist(), strict=True):
+        texts: list[array] = []
+        params = batch.sampling_info.custom_params
+        for req, read, prefix_len, tokens in zip(
+            batch.reqs, params, plan.prefix_len_B.tolist(), tokens_BN.tolist(), strict=True
+        ):
+            if REQUEST not in (read or {}):
+                texts += [array("q")] * len(tokens)
+                continue
             text = req.output_ids[:]
             n_missing = prefix_len + 1 - len(req.origin_input_ids) - len(text)
             newest = last.get(req, [])

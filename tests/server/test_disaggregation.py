@@ -22,6 +22,7 @@ from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import Expected
+from tests.server.lib.penalised import ASKED, edited_answer, end_token, penalty_rule
 from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.rows import require_logprobs, require_rows
 from tests.server.lib.variants import TWO_NODES
@@ -152,6 +153,22 @@ def test_logprobs_and_hidden_states_are_plain_torchs(serving: Serving, sampling:
         if "return_hidden_states" in serving.kind.fields:
             del answer.meta["hidden_states"][len(answer.token_ids) - 1 :]
             require_rows(target, prompt, answer, n_missing=1)
+
+
+def test_penalties_are_their_definitions(serving: Serving) -> None:
+    """The decode server must count the output of requests that it has not prefilled."""
+    if serving.kind.arm is not Arm.PLUGIN:
+        pytest.skip("SGLang's own worker ignores penalties")
+    prompts, target = serving.expected.prompts, serving.kind.target
+    end = end_token(target)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = pool.map(
+            lambda prompt, asked: serving.two.generate(prompt, max_new_tokens=MAX_NEW_TOKENS, **asked).token_ids,
+            prompts,
+            ASKED,
+        )
+        for prompt, asked, answer in zip(prompts, ASKED, answers, strict=True):
+            assert answer == edited_answer(prompt, penalty_rule(asked, end), target, MAX_NEW_TOKENS), asked
 
 
 def test_request_without_its_prefill_fails_alone(serving: Serving) -> None:

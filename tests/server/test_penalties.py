@@ -5,32 +5,23 @@ late: it counts the last prompt token and misses the newest. It also forgets the
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from sglang.srt.sampling.custom_logit_processor import DeepseekOCRNoRepeatNGramLogitProcessor
 
 from sglang_dflash.servers.server import Server
-from tests.fixtures.sequential import penalised
-from tests.server.conftest import PAIRS
-from tests.server.lib.rows import model
+from tests.server.lib.penalised import ASKED, Rule, edited_answer, end_token, penalty_rule
 from tests.server.lib.talk import together, tokens_of
 from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS
 
 N_PROMPTS = 12
 MAX_NEW_TOKENS = 40
-# Strong enough to change most answers of the tiny pairs, whose next tokens are nearly certain.
-ASKED: list[dict[str, float]] = [
-    {"frequency_penalty": 2.0},
-    {"presence_penalty": 2.0},
-    {"repetition_penalty": 2.0},
-    {"frequency_penalty": -2.0, "repetition_penalty": 0.5},
-    {"min_new_tokens": 36},
-    {"frequency_penalty": 1.5, "presence_penalty": 1.5, "repetition_penalty": 1.5, "min_new_tokens": 36},
-]
 NGRAM = {"ngram_size": 3, "window_size": 100}
 
 Answer = Callable[..., list[int]]
@@ -57,34 +48,10 @@ def serving(request: pytest.FixtureRequest, server: Callable) -> Serving:
     return Serving(server(target=target, flags=flags, env=env), target, bool(env))
 
 
-Rule = Callable[[list[int], torch.Tensor], torch.Tensor]
-
-
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    """Return `answer(prompt, rule, target)`: greedy tokens if `rule(output, logits_V)` changes Transformers' logits."""
-
-    def generate(prompt: Sequence[int], rule: Rule, target: str) -> list[int]:
-        def process(ids_1T: torch.Tensor, logits_1V: torch.Tensor) -> torch.Tensor:
-            return rule(ids_1T[0, len(prompt) :].tolist(), logits_1V[0])[None]
-
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model(PAIRS[target].target).generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
-                logits_processor=[process],
-            )  # fmt: skip
-        return out[0, len(prompt) :].tolist()
-
-    return generate
-
-
-def penalty_rule(asked: Mapping[str, Any], end: int) -> Rule:
-    return lambda text, logits_V: torch.tensor(penalised(logits_V, text, asked, stops=[end]))
-
-
-def end_token(target: str) -> int:
-    return model(PAIRS[target].target).generation_config.eos_token_id
+    """Return `answer(prompt, rule, target)`, see `edited_answer`."""
+    return partial(edited_answer, max_new_tokens=MAX_NEW_TOKENS)
 
 
 def test_each_penalty_alone_and_in_a_mix(serving: Serving, questions: Callable, answer: Answer) -> None:
@@ -148,3 +115,21 @@ def test_custom_processor_reads_the_output_so_far(serving: Serving, questions: C
             prompts, concurrency=concurrency, fields=fields, max_new_tokens=MAX_NEW_TOKENS, custom_params=NGRAM
         )
         assert tokens_of(answers) == expected
+
+
+def test_requests_with_and_without_a_processor_share_batches(serving: Serving, questions: Callable) -> None:
+    """A request without a processor joins while another one's processor reads its output so far."""
+    server, target, retracts = serving
+    if retracts:
+        pytest.skip("started without custom processors")
+    prompts = questions(8, target, seed=24)
+    fields = {"custom_logit_processor": DeepseekOCRNoRepeatNGramLogitProcessor().to_str()}
+    read = {"max_new_tokens": MAX_NEW_TOKENS, "custom_params": NGRAM}
+    with ThreadPoolExecutor(4) as pool:
+
+        def ask(i: int) -> list[int]:
+            more = {"fields": fields, **read} if i % 2 == 0 else {"max_new_tokens": 4 + i}
+            return server.generate(prompts[i % 8], **more).token_ids
+
+        mixed = list(pool.map(ask, range(16)))
+    assert mixed == [ask(i) for i in range(16)]

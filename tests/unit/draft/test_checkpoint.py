@@ -171,7 +171,8 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, NotSupported,
             r"is compressed-tensors, int-quantized: quantized draft checkpoints are not supported; give the "
-            r"draft as it was trained \(--speculative-draft-model-quantization fp8 quantizes it while it loads\)",
+            r"unquantized draft, .* \(--speculative-draft-model-quantization fp8 quantizes it while it loads\), or set "
+            "SGLANG_DFLASH_WORKER=stock",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "is fp8: quantized draft checkpoints"),
         ({"block_size": None}, ValueError, "config.json has no block_size"),
@@ -224,9 +225,10 @@ def test_a_repositorys_mask_embedding_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
+        (httpx.ProxyError("403"), r"fetched \(ProxyError\); run `hf download o/d --revision v1` on a"),
         (httpx.ConnectError("no route"), r"fetched \(ConnectError\); run `hf download o/d --revision v1` on a"),
         (SafetensorsParsingError("damaged"), r"^o/d: its weights are damaged \(damaged\); give another draft"),
-        (NotASafetensorsRepoError("none"), r"o/d has no safetensors weights that can be .* `hf auth login`"),
+        (NotASafetensorsRepoError("none"), r"o/d has no model\.safetensors .* `hf download o/d`\. .* `hf auth login`"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -238,6 +240,21 @@ def test_a_repository_whose_weights_cannot_be_read_is_refused(error, sentence, m
     monkeypatch.setattr(files.HfApi, "get_safetensors_metadata", fail)
     with pytest.raises(ValueError, match=sentence):
         files.tensor_shapes("o/d", "v1")
+
+
+def test_a_refusing_proxy_is_no_traceback(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise httpx.ProxyError("403 Forbidden")
+
+    monkeypatch.setattr(files, "hf_hub_download", fail)
+    with pytest.raises(ValueError, match=r"o/d is no directory and cannot be fetched \(ProxyError\)"):
+        files.read_config("o/d", None)
+
+
+def test_null_for_the_layer_types_counts_as_missing(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"layer_types": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert checkpoint.read(str(folder)).layer_windows == (None, None)
 
 
 def test_a_missing_revision_is_named(monkeypatch):

@@ -97,7 +97,7 @@ def nested(**fields: Any) -> dict[str, Any]:
         (nested(model_type="llama"), NotSupported, "model_type='llama' is not DFlash"),
         (SPECULATORS | {"quantization_config": {"quant_method": "fp8"}}, NotSupported, "is fp8: quantized draft"),
         (nested(quantization_config={"format": "pack-quantized"}), NotSupported, "is pack-quantized: quantized"),
-        (DEEPSPEC | {"markov_rank": 256}, NotSupported, "Qwen3DSparkModel with markov_rank 256 is DSpark; give a DF"),
+        (DEEPSPEC | {"markov_rank": 256}, NotSupported, "markov_rank 256 is DSpark; serve it with --spec"),
         (DEEPSPEC | {"sample_from_anchor": None}, NotSupported, "is a DeepSpec draft, and its blocks are anchor-first"),
         (DEEPSPEC | {"sample_from_anchor": True}, NotSupported, "anchor-first"),
         (DRAFT | {"query_zero_predicts_next": True}, NotSupported, "query_zero_predicts_next=True: its blocks are anc"),

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 from torch import nn
 
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
+from sglang_dflash.draft.weight_push import quantized_draft_stays, refuse_unknown
 from sglang_dflash.draft.weight_update import BUILT, own_checkpoint_only
-from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side
+from sglang_dflash.draft.weights import QUANTIZED, checkpoint_names, fused_name, lay_side_by_side
 from sglang_dflash.tiny.pairs import HYBRID
 
 SERVED, VOCAB_SIZE, BLOCK_SIZE = checkpoint.read(str(HYBRID.draft)), 1024, 12  # trained for blocks of 16
@@ -56,6 +58,29 @@ def test_no_graph_is_captured_again(model: SimpleNamespace) -> None:
         "recapture_cuda_graph is not supported with DFLASH; leave it out: weights are loaded in place",
     )
     assert loaded == []
+
+
+def test_a_quantized_draft_takes_no_weights() -> None:
+    update = own_checkpoint_only(SERVED, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE, served_is_quantized=True)
+    stock = pytest.fail
+    assert update(stock, DRAFT, str(HYBRID.draft), "auto") == (False, QUANTIZED)
+    assert update(lambda *_: (True, "loaded"), TARGET, str(HYBRID.target), "auto") == (True, "loaded")
+
+
+def test_a_push_session_leaves_a_quantized_draft_out() -> None:
+    def stock(manager: None, request: BeginWeightUpdateReqInput) -> str:
+        return request.selector
+
+    assert quantized_draft_stays(stock, None, BeginWeightUpdateReqInput()) == "target"
+    refused = quantized_draft_stays(stock, None, BeginWeightUpdateReqInput(selector="draft"))
+    assert (refused.success, refused.message) == (False, QUANTIZED)
+
+
+def test_a_push_to_a_quantized_draft_is_refused_by_its_cause() -> None:
+    def stock(updater: Any, tensors: list) -> tuple[bool, str]:
+        raise ValueError(QUANTIZED)
+
+    assert refuse_unknown(stock, DRAFT, []) == (False, QUANTIZED)
 
 
 def test_weights_without_a_config_belong_to_the_target(load: Callable, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def test_a_different_dtype_is_noted(label: str, draft: Checkpoint) -> None:
 
 def test_a_draft_keeps_its_weights_with_a_dummy_target(draft: Checkpoint) -> None:
     dummy = replace(ARGUMENTS, load_format="dummy")
-    assert fit.load_format(ARGUMENTS) is None
+    for name, wanted in (("auto", "auto"), ("gguf", "auto"), ("flash_rl", "auto"), ("fastsafetensors", None)):
+        assert fit.load_format(replace(ARGUMENTS, load_format=name)) == wanted
     assert fit.load_format(dummy) == "auto"
     (note,) = fit.notes(dummy, TARGET, draft)
     assert note == "--load-format dummy applies only to the target: the draft is loaded from draft"

@@ -56,6 +56,11 @@ def test_rings_are_subtracted_from_the_targets_memory(monkeypatch, page, ring):
     assert room(monkeypatch, page=page, n_groups=16) == 10**6 - 2 * ring * 100
 
 
+def test_rings_larger_than_the_memory_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"ring buffers for 8 requests take 0\.0 GiB, .* lower --max-running-requests"):
+        room(monkeypatch, slot_bytes=10**6)
+
+
 def test_an_unknown_slot_size_is_refused(monkeypatch):
     with pytest.raises(NotSupported, match=r"SGLANG_DFLASH_WORKER=stock .*, or drop --speculative-draft-window-s"):
         room(monkeypatch, slot_bytes=None)

@@ -226,6 +226,26 @@ def test_a_processor_reads_the_tokens_before_its_slot(late):
     assert [req.output_ids.tolist() for req in reqs] == TEXTS
 
 
+def test_a_request_without_a_processor_may_join_a_step_behind():
+    """Its first token is not kept, because its own batch had no processor, and the host has not received it."""
+    torch.manual_seed(0)
+    reads, plain = request(PROMPTS[0]), request(PROMPTS[1])
+    reads.output_ids.extend(TEXTS[0])
+    params = [NGRAM | {"__req__": reads}, None]
+    info = info_of(
+        [{}] * 2,
+        has_custom_logit_processor=True,
+        custom_params=params,
+        custom_logit_processor=entries((DeepseekOCRNoRepeatNGramLogitProcessor(), [0])),
+    )
+    lens = torch.tensor([len(PROMPTS[0]) + len(TEXTS[0]) - 1, len(PROMPTS[1])])
+    tokens_BN, logits_BNV = torch.randint(0, 4, (2, N)) + 6, torch.zeros(2, N, V)
+    plan = SimpleNamespace(width=N, prefix_len_B=lens)
+    Processors().apply(batch_of(info, reads, plain), plan, tokens_BN, logits_BNV.view(2 * N, V))
+    assert logits_BNV[0].isinf().any()
+    assert not logits_BNV[1].any()
+
+
 def test_texts_are_fetched_only_for_processors_that_read_them(monkeypatch):
     monkeypatch.setattr(Processors, "_texts", lambda *args: pytest.fail("the host waited"))
     info = with_processor(DisallowedTokensLogitsProcessor(), {}, {"token_ids": [5], "__req__": request([1])})

@@ -37,7 +37,7 @@ class Request:
         self.eos_token_ids = {1}
         self.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=3)
         self.text: list[int] = []
-        self.ended = False
+        self.ended, self.retraction_count = False, 0
 
     def finished(self) -> bool:
         return self.ended
@@ -112,6 +112,23 @@ def test_random_server_histories_equal_sequential_penalties(seed):
                 running.pop(random.randrange(len(running))).ended = True
             case "retract" if running:
                 waiting.append(running.pop(random.randrange(len(running))))
+                waiting[-1].retraction_count += 1
+
+
+def test_a_decode_server_counts_requests_that_another_server_has_prefilled():
+    """Such a server never calls `begin`, also not after a retraction, which drops the tokens of the step in flight."""
+    penalties = Penalties(V, torch.device("cpu"))
+    reqs = [Request(params, 3) for params in PARAMS]
+    for req in reqs:
+        req.text = [4]
+        req.output_ids = array("q", req.text)
+    for _ in range(3):
+        decode(penalties, reqs)
+    for req in reqs:
+        del req.text[len(req.text) // 2 :]
+        req.output_ids = array("q", req.text)
+        req.retraction_count += 1
+    decode(penalties, reqs)
 
 
 def test_a_prompt_in_chunks_is_counted_once():
