@@ -83,13 +83,6 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     """Set and apply the hooks that only a scheduler with DFLASH needs. SGLang has imported the hooked modules."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.draft.weight_push import (
-        draft_stays,
-        quantized_draft_stays,
-        refuse_unknown,
-        to_target_unless_named,
-    )
-    from sglang_dflash.draft.weight_update import own_checkpoint_only
     from sglang_dflash.host.draft_input import after_transfer, row_headroom
     from sglang_dflash.host.requests import (
         admit,
@@ -110,25 +103,10 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         HOOKS["after_transfer"]: (after_transfer, HookType.AFTER),
         HOOKS["finish"]: (update_finish_state, HookType.AROUND),
         HOOKS["session"]: (create_req, HookType.AROUND),
-        HOOKS["update_from_disk"]: (
-            own_checkpoint_only(
-                config.draft,
-                vocab_size=config.target.vocab_size,
-                block_size=config.block_size,
-                served_is_quantized=config.draft_quantization is not None,
-            ),
-            HookType.AROUND,
-        ),
-        HOOKS["push_tensors"]: (to_target_unless_named, HookType.AROUND),
-        HOOKS["push_over_group"]: (to_target_unless_named, HookType.AROUND),
-        HOOKS["load_pushed"]: (refuse_unknown, HookType.AROUND),
-        HOOKS["load_from_ipc"]: (draft_stays, HookType.AROUND),
         HOOKS["internal_state"]: (add_dflash, HookType.AFTER),
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),
     }
-    if config.draft_quantization is not None:
-        hooks[HOOKS["begin_push"]] = quantized_draft_stays, HookType.AROUND
     recurrent = config.target.recurrent
     if recurrent:
         hooks |= {
@@ -137,10 +115,32 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         }
     if recurrent and config.disaggregation == "decode":
         hooks[HOOKS["update_running"]] = outcomes_first, HookType.AROUND
-    host.set_hooks(hooks | {HOOKS[name]: hook for name, hook in config.draft_kv.hooks(recurrent=recurrent).items()})
+    of_draft_kv = {HOOKS[name]: hook for name, hook in config.draft_kv.hooks(recurrent=recurrent).items()}
+    host.set_hooks(hooks | weight_hooks(config) | of_draft_kv)
     if config.copy is not Copy.OFF:
         host.set_hooks({HOOKS["kv_bytes"]: (beside_texts, HookType.AROUND)})
     complete(config.target.architecture)
+
+
+def weight_hooks(config: "DFlashConfig") -> "host.Hooks":
+    """Return the hooks on new weights for target and draft, by the names that they hook."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from sglang_dflash.draft import weight_push
+    from sglang_dflash.draft.weight_update import own_checkpoint_only
+
+    is_quantized = config.draft_quantization is not None
+    sizes = {"vocab_size": config.target.vocab_size, "block_size": config.block_size}
+    hooks: dict[str, Callable[..., Any]] = {
+        "update_from_disk": own_checkpoint_only(config.draft, **sizes, served_is_quantized=is_quantized),
+        "push_tensors": weight_push.to_target_unless_named,
+        "push_over_group": weight_push.to_target_unless_named,
+        "load_pushed": weight_push.refuse_unknown,
+        "load_from_ipc": weight_push.draft_stays,
+    }
+    if is_quantized:
+        hooks["begin_push"] = weight_push.quantized_draft_stays
+    return {HOOKS[name]: (hook, HookType.AROUND) for name, hook in hooks.items()}
 
 
 def add_dflash(result: Any, controller: Any, *_: object) -> Any:

@@ -188,8 +188,8 @@ def draft_config_for(
         ValueError: the target has no such layers or no such mask token, or the sizes contradict each other.
     """
     text = target.config.get_text_config()
-    check_target(text, second)
     fields = text.to_dict()
+    check_target(fields, second)
     # Targets with a RoPE base per layer type have no `rope_theta` here, so 10,000 applies.
     theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)
     n_target = text.num_hidden_layers

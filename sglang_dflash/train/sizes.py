@@ -1,5 +1,6 @@
 """Sizes of a draft: those that it takes from its target, and those of DFlash 2."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +15,24 @@ class Second:
     selector_top_k: int = 16
 
 
-def check_target(text: Any, second: Second | None) -> None:
-    """Check that a draft can have the sizes of the target with the text config `text`.
+def check_target(fields: Mapping[str, Any], second: Second | None) -> None:
+    """Check that a draft can have the sizes of a target, the fields of its text config.
 
     Raises:
         ValueError: the target lacks a size, has one layer, or contradicts the sizes of a DFlash 2 draft.
     """
     needed = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "rms_norm_eps")
-    if lacking := [name for name in needed if getattr(text, name, None) is None]:
+    if lacking := [name for name in needed if fields.get(name) is None]:
         raise ValueError(f"the target's config has no {lacking[0]}, which the draft would copy; give another target")
-    if text.num_hidden_layers < 2:
+    if fields["num_hidden_layers"] < 2:
         raise ValueError("the target has one layer, and a draft reads layers before the last; give a deeper target")
-    if second and text.hidden_size % second.conv_group_size:
+    hidden_size, vocab_size = fields["hidden_size"], fields["vocab_size"]
+    if second and hidden_size % second.conv_group_size:
         raise ValueError(
-            f"--conv-group-size {second.conv_group_size} does not divide the target's hidden size {text.hidden_size}; "
+            f"--conv-group-size {second.conv_group_size} does not divide the target's hidden size {hidden_size}; "
             "give a divisor"
         )
-    if second and second.selector_top_k > text.vocab_size:
+    if second and second.selector_top_k > vocab_size:
         raise ValueError(
-            f"--selector-top-k {second.selector_top_k} exceeds the target's vocabulary of {text.vocab_size}; give less"
+            f"--selector-top-k {second.selector_top_k} exceeds the target's vocabulary of {vocab_size}; give less"
         )

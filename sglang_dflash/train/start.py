@@ -81,7 +81,7 @@ def start_from(draft: DraftModel, target: PreTrainedModel) -> None:
             f"the draft; give --layers {len(decoder.layers)}, or --start-from random"
         )
     layers = decoder.layers[-len(draft.layers) :]
-    if not hasattr(layers[0], "input_layernorm") or not hasattr(decoder, "norm"):
+    if "input_layernorm" not in dict(layers[0].named_children()) or "norm" not in dict(decoder.named_children()):
         raise ValueError("the target's layers are not built like a draft's; give --start-from random")
     pairs = [(draft.norm, decoder.norm), (draft.hidden_norm, layers[0].input_layernorm)]
     for own_layer, layer in zip(draft.layers, layers, strict=True):

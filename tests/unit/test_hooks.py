@@ -24,7 +24,7 @@ def config_of(**more: Any) -> Any:
     facts = {
         "block_size": 8, "widest": 12, "attention_dp": False, "copy": Copy.AUTO, "disaggregation": "decode",
         "draft": None, "draft_kv": draft_kv(64, 12, "decode"), "gdn_state": GdnState.FOLD,
-        "draft_attention_backend": "",
+        "draft_attention_backend": "", "draft_quantization": "fp8",
         "target": SimpleNamespace(vocab_size=8, recurrent=True, architecture="Qwen3ForCausalLM"),
         "flags": SimpleNamespace(fp8_head=False),
     }  # fmt: skip

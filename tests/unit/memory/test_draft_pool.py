@@ -57,7 +57,7 @@ def test_rings_are_subtracted_from_the_targets_memory(monkeypatch, page, ring):
 
 
 def test_rings_larger_than_the_memory_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"ring buffers for 8 requests take 0\.0 GiB, .* lower --max-running-requests"):
+    with pytest.raises(ValueError, match=r"ring buffers for 8 requests take 0\.7 GiB, .* lower --max-running-requests"):
         room(monkeypatch, slot_bytes=10**6)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,9 +186,9 @@ def test_a_target_of_one_layer_is_refused():
 
 
 def test_a_target_without_a_size_is_refused():
-    text = SimpleNamespace(num_attention_heads=2, num_key_value_heads=1, rms_norm_eps=1e-6)  # as Qwen3.5-MoE's config
+    fields = {"num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6}  # as Qwen3.5-MoE's config
     with pytest.raises(ValueError, match=r"the target's config has no intermediate_size, which the draft would copy"):
-        check_target(text, None)
+        check_target(fields, None)
 
 
 @pytest.mark.parametrize("name", ["data.txt", "data.jsonl"])
