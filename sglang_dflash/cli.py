@@ -127,7 +127,8 @@ class Parser(ArgumentParser):
         """Return a suggestion, see `nearest`, for an argparse message about unknown options or an invalid choice."""
         if unknown := re.match(r"unrecognized arguments: (.*)", message):
             words = [word.split("=")[0] for word in unknown[1].split() if word.startswith("--")]
-            if of_another := next(filter(set(self.option_names()).__contains__, words), ""):
+            of_others = set(self.option_names()) - set(self._option_string_actions)
+            if of_another := next(filter(of_others.__contains__, words), ""):
                 return f"; {of_another} is an option of another command, see this one's --help"
             found = next(filter(None, (nearest(word, self.option_names()) for word in words)), "")
             return found or (f"; {self.elsewhere}" if self.elsewhere else "")

@@ -227,15 +227,16 @@ def unstreamed(server: str, reply: dict[str, Any]) -> Completion:
     """Parse an answer of `server`, the name in errors. Raises ServerError if the answer reports no number of tokens."""
     try:
         choice, usage = reply["choices"][0], reply["usage"]
-    except (KeyError, IndexError) as error:
+        n_tokens, n_prompt_tokens, message = usage["completion_tokens"], usage["prompt_tokens"], choice["message"]
+    except (KeyError, IndexError, TypeError) as error:
         raise ServerError(f"{server} sent an answer without choices or usage; measure another server") from error
-    meta, n_tokens = choice.get("meta_info"), usage["completion_tokens"]
+    meta = choice.get("meta_info")
     return Completion(
         n_tokens=n_tokens,
         token_ids=tuple(choice.get("response_token_ids") or choice.get("token_ids") or ()),
-        text="".join(_parts(choice["message"])),
+        text="".join(_parts(message)),
         steps=steps_of(meta, n_tokens) if meta is not None else None,
-        n_prompt_tokens=usage["prompt_tokens"],
+        n_prompt_tokens=n_prompt_tokens,
         prompt_ids=tuple(choice.get("prompt_token_ids") or ()),
     )
 

@@ -71,11 +71,9 @@ def require_equal(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, 
     red = [one for one in unequal if not (gap and is_near_tie(one, likeliest, gap))]
     if red:
         shown = "; ".join(f"{one.where}, {one.difference}" for one in red[:N_NAMED])
-        cure = f"raise --tie-gap {gap:g}, or" if gap else "in 16 bits, accept near ties with --tie-gap, or"
-        if not any(one.context for one in red):
-            cure = "near ties are known only between SGLang servers, so"
+        cure = f"raise --tie-gap {gap:g}" if gap else "in 16 bits, accept near ties of SGLang servers with --tie-gap"
         raise GateError(
             f"{len(red)} answers differ from those of {first}, so no speed is shown; {shown}; "
-            f"{cure} drop --require-equal"
+            f"{cure}, or drop --require-equal"
         )
     return len(unequal)

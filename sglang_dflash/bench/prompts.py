@@ -160,20 +160,19 @@ def _prompt(line: str, where: str) -> Prompt:
         if "input_ids" in row:
             return _token_ids(row["input_ids"], where)
         messages = row["messages"] if "messages" in row else asked(*_questions(row["prompt"]))
-        unsent = DROPPED & {*row, *(key for message in messages for key in message)}
-        messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+        sent = [{"role": message["role"], "content": message["content"]} for message in messages]
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(
             f'{where}: found {line[:60]!r}; write one JSON object per line, with "prompt", "input_ids", or "messages" '
             "that have role and content"
         ) from None
-    if unsent:
+    if unsent := [key for part in (row, *messages) for key in DROPPED if part.get(key) is not None]:
         raise ValueError(f"{where}: bench does not send {min(unsent)!r}; take it out of the line")
-    if not messages:
+    if not sent:
         raise ValueError(f'{where}: "messages" is empty; end it with the user\'s message')
-    if (role := messages[-1]["role"]) != "user":
+    if (role := sent[-1]["role"]) != "user":
         raise ValueError(f"{where}: the last message has the role {role!r}; end with the user's message")
-    return messages
+    return sent
 
 
 def _questions(prompt: Any) -> list[str]:

@@ -136,7 +136,8 @@ def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[t
     """Return the kind of each layer, and whether sliding layers are causal. Full layers are never causal."""
     if config.get("layer_types") is None and config.get("use_sliding_window"):
         raise ValueError(f"{path}: use_sliding_window is set without layer_types; add layer_types")
-    kinds = tuple(config.get("layer_types") or (FULL,) * n_layers)
+    given_kinds = config.get("layer_types")
+    kinds = (FULL,) * n_layers if given_kinds is None else tuple(given_kinds)
     is_causal, inner = config.get("is_causal"), config["dflash_config"].get("causal")
     sliding_is_causal = is_causal is not False or SLIDING not in kinds
     causal = {FULL: False, SLIDING: sliding_is_causal}

@@ -38,7 +38,7 @@ def quantized_draft_stays(stock: Callable[..., Any], manager: Any, request: Any)
     """
     if request.selector == "draft":
         return BeginWeightUpdateReqOutput(success=False, message=QUANTIZED)
-    return stock(manager, msgspec.structs.replace(request, selector="target"))
+    return to_target_unless_named(stock, manager, request)
 
 
 def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kwargs: Any) -> Outcome:

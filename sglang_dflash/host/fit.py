@@ -6,7 +6,9 @@ from sglang_dflash.errors import NotSupported
 from sglang_dflash.host.arguments import Arguments, TargetFacts
 from sglang_dflash.memory.sizes import kept_window
 
-PLAIN = ("safetensors", "fastsafetensors", "instanttensor", "npcache")  # load formats that read a draft's files
+# Load formats that read a draft's files. With "auto" SGLang would refuse the options of the last two in
+# --model-loader-extra-config.
+PLAIN = ("safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "presharded")
 DUMMY = "dummy"  # SGLang's name for random weights
 
 

@@ -71,8 +71,8 @@ def checkpoint(cache: Path | None = None) -> Path:
             if not out.exists():  # another process may have been faster
                 shutil.move(written, out)
     except OSError as error:
-        cure = "let XDG_CACHE_HOME name another folder"
-        raise NoModelError(f"{out.parent} cannot be written ({error.strerror}); {cure}") from error
+        cure = "give another --cache" if cache else "let XDG_CACHE_HOME name another folder"
+        raise NoModelError(f"{NAME} cannot be written to {out.parent} ({error}); {cure}") from error
     return out
 
 

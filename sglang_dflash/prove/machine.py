@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from sglang_dflash import flags
 from sglang_dflash.host.backends import BACKENDS
@@ -135,10 +136,9 @@ def place_of(options: argparse.Namespace) -> Place:
         )
     if bool(options.model_path) != bool(options.draft_path):
         raise ValueError("found one of --model-path and --draft-path; give both")
-    for name, path in (("--model-path", options.model_path), ("--draft-path", options.draft_path)):
-        if path and not Path(path).is_dir() and not isinstance(try_to_load_from_cache(path, "config.json"), str):
-            cure = f"run `hf download {path}` first"
-            raise ValueError(f"{name} {path} is not on this machine, and prove runs offline; {cure}")
+    if not options.list:
+        require_here("--model-path", options.model_path)
+        require_here("--draft-path", options.draft_path)
     return Place(
         gpu=gpu,
         device=ALIASES.get(gpu.device, gpu.device) if gpu else emulated or "sm90",
@@ -150,6 +150,19 @@ def place_of(options: argparse.Namespace) -> Place:
         port=options.port,
         is_assumed=has_none,
     )
+
+
+def require_here(name: str, path: str | None) -> None:
+    """Check that the value of an option is a folder, or a hub name in the local cache, or raise ValueError."""
+    if path is None or Path(path).is_dir():
+        return
+    try:
+        is_cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
+    except HFValidationError:
+        raise ValueError(f"{name} {path} is no folder and no name on the hub; give one of them") from None
+    if not is_cached:
+        cure = f"give a folder, or run `hf download {path}` first"
+        raise ValueError(f"{name} {path} is not on this machine, and prove runs offline; {cure}")
 
 
 def find_gpu() -> Gpu | None:

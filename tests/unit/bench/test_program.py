@@ -201,7 +201,9 @@ def test_an_error_in_a_stream_is_reported():
         streamed("mine", 0.0, [(0.0, 'data: {"error": {"message": "out of memory"}}')])
 
 
-@pytest.mark.parametrize("reply", [{}, {"choices": [], "usage": {}}])
+@pytest.mark.parametrize(
+    "reply", [{}, {"choices": [], "usage": {}}, {"choices": [{}], "usage": {}}, {"choices": [{}], "usage": None}]
+)
 def test_an_answer_without_numbers_is_reported(reply):
     with pytest.raises(ServerError, match="mine sent an answer without choices or usage; measure another server"):
         unstreamed("mine", reply)

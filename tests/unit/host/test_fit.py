@@ -38,7 +38,13 @@ def test_a_different_dtype_is_noted(label: str, draft: Checkpoint) -> None:
 
 def test_a_draft_keeps_its_weights_with_a_dummy_target(draft: Checkpoint) -> None:
     dummy = replace(ARGUMENTS, load_format="dummy")
-    for name, wanted in (("auto", "auto"), ("gguf", "auto"), ("flash_rl", "auto"), ("fastsafetensors", None)):
+    for name, wanted in (
+        ("auto", "auto"),
+        ("gguf", "auto"),
+        ("flash_rl", "auto"),
+        ("fastsafetensors", None),
+        ("runai_streamer", None),
+    ):
         assert fit.load_format(replace(ARGUMENTS, load_format=name)) == wanted
     assert fit.load_format(dummy) == "auto"
     (note,) = fit.notes(dummy, TARGET, draft)

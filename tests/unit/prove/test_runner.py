@@ -207,7 +207,7 @@ def test_a_given_pair_is_served_alone_with_its_flags(monkeypatch):
     monkeypatch.delenv("SGLANG_DFLASH_REHEARSE", raising=False)
     monkeypatch.setattr(machine, "find_gpu", lambda: H200)
     options = program.parse(["--model-path", "M", "--draft-path", "D", "--flags", "--tp-size", "2"])
-    with pytest.raises(ValueError, match=r"--model-path M is not on this machine, .*; run `hf download M`"):
+    with pytest.raises(ValueError, match=r"--model-path M is not on this machine, .* run `hf download M`"):
         machine.place_of(options)
     monkeypatch.setattr(machine, "try_to_load_from_cache", lambda name, file: f"cache/{name}/{file}")
     own, tiny = machine.place_of(options), machine.place_of(program.parse(["-k", "distribution"]))
