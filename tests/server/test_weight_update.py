@@ -128,9 +128,11 @@ def test_target_push_over_group_leaves_draft(whole: Server, questions: Callable)
     prompts = questions(3, seed=13)
     before = served_steps(whole, prompts)
     tensors = {
-        name: tensor for name, tensor in load_file(HYBRID.target / "model.safetensors").items() if "layers.0." in name
+        key: tensor for key, tensor in load_file(HYBRID.target / "model.safetensors").items() if "layers.0." in key
     }
-    port, group = free_port(31900), {"world_size": 2, "group_name": "push", "backend": "gloo"}
+    port = free_port(31900)
+    name = f"push-{port}"  # a process can create a group of a name only once
+    group = {"world_size": 2, "group_name": name, "backend": "gloo"}
     with ThreadPoolExecutor() as threads:
         joining = threads.submit(
             post, whole, "/init_weights_update_group",
@@ -143,14 +145,14 @@ def test_target_push_over_group_leaves_draft(whole: Server, questions: Callable)
             "names": list(tensors),
             "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
             "shapes": [list(t.shape) for t in tensors.values()],
-            "group_name": "push",
+            "group_name": name,
         }
         receiving = threads.submit(post, whole, "/update_weights_from_distributed", body)
         for tensor in tensors.values():
             torch.distributed.broadcast(tensor, src=0, group=trainer)
         assert receiving.result().status_code == 200
         assert post(whole, "/end_weight_update", {}).status_code == 200
-        assert post(whole, "/destroy_weights_update_group", {"group_name": "push"}).status_code == 200
+        assert post(whole, "/destroy_weights_update_group", {"group_name": name}).status_code == 200
     assert served_steps(whole, prompts) == before
 
 
