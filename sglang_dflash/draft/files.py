@@ -27,6 +27,8 @@ from sglang_dflash.errors import STOCK, NotSupported
 
 Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
+# Errors of `hf_hub_download`, if a file is neither in the cache nor on the hub, or the hub cannot be reached.
+NOT_FETCHED = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError)
 MASK_EMBEDDING = "mask_embedding.pt"
 ROTARY = "rotary_emb.inv_freq"
 # Unused tensors that some exporters save with a draft: the target's embedding, heads and norm. The trainer
@@ -190,7 +192,7 @@ def _hub_config(repository: str, revision: str | None) -> Path:
     except RevisionNotFoundError:
         cure = "correct --speculative-draft-model-revision"
         raise ValueError(f"{repository} has no revision {revision}; {cure}") from None
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError) as error:
+    except NOT_FETCHED as error:
         raise ValueError(
             f"--speculative-draft-model-path {repository} is no directory and cannot be fetched "
             f"({type(error).__name__}); give a directory, or the id of a repository with a config.json. If it is "

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from httpx import TransportError
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from sglang_dflash.draft import checkpoint, files
@@ -88,7 +86,7 @@ def fetching(source: str) -> Iterator[None]:
     """Raise FileNotFoundError with a cure if `source` cannot be fetched from the hub inside the context."""
     try:
         yield
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError) as error:
+    except files.NOT_FETCHED as error:
         raise FileNotFoundError(
             f"{source} is no folder and cannot be fetched ({type(error).__name__}); give a checkpoint's folder, or a "
             "name on the hub that this machine can reach"

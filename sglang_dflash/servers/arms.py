@@ -15,11 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from httpx import TransportError
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from sglang_dflash.draft.files import read_object
+from sglang_dflash.draft.files import NOT_FETCHED, read_object
 from sglang_dflash.flags import Worker
 from sglang_dflash.servers.document import portable
 from sglang_dflash.servers.errors import ServerError
@@ -162,7 +160,7 @@ def mtp_layers(model: str) -> int:
     file = Path(model) / "config.json"
     try:
         file = file if Path(model).exists() else Path(hf_hub_download(model, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError) as error:
+    except NOT_FETCHED as error:
         raise ValueError(
             f"--model-path {model} is no directory and cannot be fetched ({type(error).__name__}); give a checkpoint "
             "directory, or a repository id that this machine can reach"
