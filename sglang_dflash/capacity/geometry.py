@@ -25,8 +25,10 @@ KV_ITEMSIZES = {"bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}  # value
 QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # bytes per weight of a draft's linear layers, once loaded
 CONV_ITEMSIZE = 2  # bytes; SGLANG_MAMBA_CONV_DTYPE is bfloat16 by default
 FETCH = "fetch the target again"
+HEADERS = "headers of the safetensors files"
 LONGEST = 262144  # context tokens if a config has no limit
-NO_SIZE = "put model.safetensors.index.json beside config.json, which has the size of the weights"
+INDEX = "model.safetensors.index.json"
+NO_SIZE = f"put the safetensors files, or {INDEX}, into the folder of config.json"
 MTP = "mtp."  # part of the tensor names of a checkpoint's own drafter, which SGLang does not load under DFLASH
 
 
@@ -97,8 +99,8 @@ class Config(Fields):
         unknown = set(kinds) - {"full_attention", "linear_attention"}
         if unknown or self.get("use_sliding_window"):
             raise ValueError(
-                f"{self.name}: layers with {min(unknown, default='a window')} cannot be computed; read "
-                "max_running_requests in SGLang's log of a launch"
+                f"{self.name}: layers with {min(unknown, default='a window')} cannot be computed; launch it, "
+                "and divide max_total_num_tokens in SGLang's log by the tokens of a request"
             )
         if len(kinds) != n_layers:
             raise ValueError(
@@ -204,19 +206,26 @@ def _recurrent(config: Config, n_layers: int) -> RecurrentSizes | None:
 
 def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
     """Return the bytes of the target's weights, and the source of this number as text."""
-    index = folder / "model.safetensors.index.json" if folder else None
-    files = sorted(folder.glob("*.safetensors")) if folder else []
-    if files:
-        return sum(map(_header_bytes, files)), "headers of the safetensors files"
-    if index and index.is_file():
-        metadata = draft_files.read_object(index, FETCH).get("metadata")
-        size = metadata.get("total_size") if isinstance(metadata, dict) else None
-        if type(size) is not int:
-            raise ValueError(f"{index} has no metadata.total_size; {FETCH}")
-        return size, f"{index.name}, its own drafter included"
+    if folder and (folder / INDEX).is_file():
+        return _of_index(folder / INDEX)
+    if files := sorted(folder.glob("*.safetensors")) if folder else []:
+        return sum(map(_header_bytes, files)), HEADERS
     if config.is_quantized:
-        raise ValueError(f"{config.name}: config.json has no size of the quantized weights; {NO_SIZE}")
+        raise ValueError(f"{config.name}: config.json does not determine the size of quantized weights; {NO_SIZE}")
     return n_parameters(config) * config.itemsize, "computed from config.json"
+
+
+def _of_index(index: Path) -> tuple[int, str]:
+    """Return the bytes of the tensors in the files that `index` lists, or if a file is absent the index's total."""
+    content = draft_files.read_object(index, FETCH)
+    metadata, names = content.get("metadata"), content.get("weight_map")
+    files = {index.with_name(str(name)) for name in names.values()} if isinstance(names, dict) else set()
+    if files and all(map(Path.is_file, files)):
+        return sum(map(_header_bytes, files)), HEADERS
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if type(size) is not int:
+        raise ValueError(f"{index} has no metadata.total_size; {FETCH}")
+    return size, f"{index.name}, its own drafter included"
 
 
 def _header_bytes(file: Path) -> int:

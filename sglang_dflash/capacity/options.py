@@ -39,7 +39,8 @@ OF_FRACTION = (
     *("--chunked-prefill-size", "--max-prefill-tokens"),
 )
 AUTO = "auto"
-FA4_PAGE = 128  # tokens per page with fa4 on B200 and B300; on other GPUs fa4 keeps SGLang's default of 1
+FA4_PAGE = 128  # tokens per page that SGLang sets for a target with fa4 on B200 and B300, whatever --page-size is
+BLACKWELL_GIB = 150  # B200 and B300 have more memory; Hopper cards, on which fa4 keeps the page size, have less
 TRTLLM_PAGES, TRTLLM_PAGE = (16, 32, 64, 128), 64  # tokens per page that trtllm_mha accepts, and its default
 
 
@@ -92,8 +93,9 @@ def add_options(add: Add) -> None:
 
 def page_size(options: argparse.Namespace) -> int:
     """Return the number of tokens per page of the KV cache, with SGLang's changes for attention backends."""
-    if "fa4" in options.attention_backends:  # only as the target's backend
-        return options.page_size or FA4_PAGE
+    # fa4 changes the page size only as the target's backend.
+    if "fa4" in options.attention_backends and options.gpu_memory > BLACKWELL_GIB:
+        return FA4_PAGE
     uses_trtllm = "trtllm_mha" in (*options.attention_backends, options.draft_backend)
     if uses_trtllm and options.page_size not in TRTLLM_PAGES:
         return TRTLLM_PAGE
@@ -139,7 +141,8 @@ def _add_pair(add: Add) -> None:
         "--draft",
         "--speculative-draft-model-path",
         "--speculative-draft-model",
-        help="the DFlash draft, likewise (default: the published draft of a named target)",
+        help="the DFlash draft: a directory, a config.json, or a published draft's name on the hub "
+        "(default: that of a named target)",
     )
     add(
         "--draft-quantization",
@@ -240,7 +243,7 @@ def _add_states(add: Add) -> None:
 
 
 def _add_plugin(add: Add) -> None:
-    copy = "n-gram copies, which need token histories: the launch's variable SGLANG_DFLASH_COPY"
+    copy = "off if the launch has SGLANG_DFLASH_COPY=off; otherwise the token histories of n-gram copies are counted"
     add("--copy", choices=("auto", "off"), default=flags.read({}).copy, help=copy)
     head = "head that scores drafts, the target's or an fp8 copy: the launch's variable SGLANG_DFLASH_DRAFT_HEAD"
     add("--draft-head", choices=("full", "fp8"), default="full", help=head)

@@ -189,6 +189,7 @@ def test_a_gpu_has_the_flags_of_its_generation(gpu: str, other: str, capsys: pyt
             r"no request of 8,192 tokens fits \(computed\); add `-- --tp-size 2`, with which \d+ fit\.$",
         ),
         ("qwen3-coder-next", r"On 2 H100 of 79\.6 GiB, no request .*; add `-- --tp-size 4`, with which \d+ fit\.$"),
+        ("qwen3.5-27b -- --quantization fp8", r"fit at once \(computed\)\. Not counted, .*: --quantization\.$"),
         ("qwen3-coder-next -- --tp-size 4", r"On 4 H100 of 79\.6 GiB, \d+ requests of 8,192 tokens fit at once"),
         (
             "qwen3-8b -- --tp-size 3",

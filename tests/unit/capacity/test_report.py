@@ -148,6 +148,18 @@ def test_a_drafter_in_the_files_is_not_counted(tmp_path):
     assert read_target(folder).weight_bytes == 100
 
 
+def test_files_count_only_if_the_index_lists_them_and_all_are_there(tmp_path):
+    folder, index = write(tmp_path, HYBRID), tmp_path / "model.safetensors.index.json"
+    for name, n_bytes in (("model-1", 100), ("consolidated", 900)):
+        text = json.dumps({"model.norm.weight": {"dtype": "BF16", "shape": [1], "data_offsets": [0, n_bytes]}}).encode()
+        (tmp_path / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    files = {"model.norm.weight": "model-1.safetensors"}
+    index.write_text(json.dumps({"metadata": {"total_size": 500}, "weight_map": files}))
+    assert read_target(folder).weight_bytes == 100
+    index.write_text(json.dumps({"metadata": {"total_size": 500}, "weight_map": files | {"x": "model-2.safetensors"}}))
+    assert read_target(folder).weight_bytes == 500
+
+
 def test_layers_by_interval_equal_layers_by_name():
     by_interval = {key: value for key, value in HYBRID.items() if key != "layer_types"}
     assert Config(by_interval, "x").layer_kinds() == HYBRID["layer_types"]
@@ -156,17 +168,23 @@ def test_layers_by_interval_equal_layers_by_name():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma4"}, "model_type is 'gemma4', and only llama, qwen3, .* computed; put model.safetensors"),
+        (
+            {"model_type": "gemma4"},
+            "model_type is 'gemma4', and only llama, qwen3, .* computed; put the safetensors files",
+        ),
         ({"hidden_size": None}, "config.json has no hidden_size; add it"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads is '2', not an integer of at least 1"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn', and only float32, bfloat16, float16"),
         ({"dtype": None}, "dtype is missing, and only float32, .* can be computed; correct dtype in config.json"),
         ({"mamba_ssm_dtype": "fp4"}, "mamba_ssm_dtype is 'fp4'"),
-        ({"layer_types": ["sliding_attention"] * 4}, "layers with sliding_attention cannot be computed; read"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layers with sliding_attention cannot be computed; launch it"),
         ({"use_sliding_window": True}, "layers with a window cannot be computed"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 4"),
         ({"layer_types": None, "full_attention_interval": None}, "neither layer_types nor full_attention_interval"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "put model.safetensors.index.json beside config.json"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantized weights; put the safetensors files, or model.safetensors.index.json, into",
+        ),
     ],
 )
 def test_incomplete_configs_are_refused(changes, message, tmp_path):
@@ -318,11 +336,13 @@ def test_page_size_and_memory_fraction_follow_other_flags():
     def pages(*words: str) -> int:
         return computed(*words).serving.page_size
 
-    assert (pages(), pages("--attention-backend", "fa3"), pages("--attention-backend", "fa4")) == (1, 1, 128)
+    assert (pages(), pages("--attention-backend", "fa3")) == (1, 1)
     assert pages("--attention-backend", "fa3", "--speculative-draft-attention-backend", "trtllm_mha") == 64
     assert pages("--attention-backend", "trtllm_mha", "--page-size", "32") == 32
     assert pages("--attention-backend", "trtllm_mha", "--page-size", "8") == 64
-    assert pages("--attention-backend", "fa4", "--page-size", "64") == 64
+    for card_gib, sizes in ((139, (1, 64)), (179, (128, 128))):
+        fa4 = ("--attention-backend", "fa4", "--gpu-memory", str(card_gib))
+        assert (pages(*fa4), pages(*fa4, "--page-size", "64")) == sizes
     assert computed("--max-running-requests", "8").serving.mem_fraction > computed().serving.mem_fraction
     assert computed("--speculative-draft-model-quantization", "unquant").results == computed().results
 
