@@ -79,12 +79,15 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Convert DeepSpec's config. Its blocks are anchor-first unless one of the fields in `ANCHOR_FIRST` is false."""
     name = next(name for name in config["architectures"] if name.endswith(DEEPSPEC))
-    if config.get("markov_rank"):
+    nested = config.get("dflash_config")
+    nested = nested if isinstance(nested, dict) else {}  # published drafts nest some fields
+    fields = {**config, **nested}
+    if fields.get("markov_rank"):
         raise NotSupported(
-            f"{path}: {name} with markov_rank {config['markov_rank']} is DSpark; serve it with "
+            f"{path}: {name} with markov_rank {fields['markov_rank']} is DSpark; serve it with "
             "--speculative-algorithm DSPARK, or give a DFlash draft"
         )
-    if all(config.get(field) is not False for field in ANCHOR_FIRST):
+    if all(fields.get(field) is not False for field in ANCHOR_FIRST):
         raise NotSupported(
             f"{path}: {name} is a DeepSpec draft, and its blocks are anchor-first (slot 0 predicts the next token), "
             f'which is not supported; if it was trained otherwise, write "{ANCHOR_FIRST[0]}": false into config.json'
@@ -93,5 +96,5 @@ def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {
         **{field: value for field, value in config.items() if field not in inner},
         "architectures": [DFLASH],
-        "dflash_config": {field: config.get(field) for field in inner},
+        "dflash_config": nested | {field: fields.get(field) for field in inner},
     }

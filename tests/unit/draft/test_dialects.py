@@ -34,6 +34,7 @@ DEEPSPEC = {name: value for name, value in DRAFT.items() if name != "dflash_conf
     "sample_from_anchor": False,
     **INNER,
 }
+DEEPSPEC_NESTED = {name: value for name, value in DEEPSPEC.items() if name not in INNER} | {"dflash_config": INNER}
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
@@ -49,11 +50,21 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
         SPECULATORS | {"architectures": ["DFlashDraftModel"]},
         {name: SPECULATORS[name] for name in SPECULATORS.keys() - {"speculators_model_type", "draft_vocab_size"}},
         DEEPSPEC,
+        DEEPSPEC_NESTED,
         DRAFT | {"markov_rank": 0, "num_anchors": 512, "enable_confidence_head": False},
         DRAFT | {"sample_from_anchor": False, "query_zero_predicts_next": None},
         DRAFT | {"num_experts": 0, "gating": False},
     ],
-    ids=["speculators", "flat", "speculators, older", "DeepSpec", "DeepSpec, exported", "declared", "without experts"],
+    ids=[
+        "speculators",
+        "flat",
+        "speculators, older",
+        "DeepSpec",
+        "DeepSpec, nested",
+        "DeepSpec, exported",
+        "declared",
+        "without experts",
+    ],
 )
 def test_other_dialects_are_read_as_the_same_draft(config, tmp_path):
     read = checkpoint.read(str(write(tmp_path / "other", config)))
@@ -98,12 +109,16 @@ def nested(**fields: Any) -> dict[str, Any]:
         (SPECULATORS | {"quantization_config": {"quant_method": "fp8"}}, NotSupported, "is fp8: quantized draft"),
         (nested(quantization_config={"format": "pack-quantized"}), NotSupported, "is pack-quantized: quantized"),
         (DEEPSPEC | {"markov_rank": 256}, NotSupported, "markov_rank 256 is DSpark; serve it with --spec"),
+        (
+            DEEPSPEC_NESTED | {"markov_rank": None, "dflash_config": INNER | {"markov_rank": 256}}, NotSupported,
+            "markov_rank 256 is DSpark; serve it with --spec",
+        ),
         (DEEPSPEC | {"sample_from_anchor": None}, NotSupported, "is a DeepSpec draft, and its blocks are anchor-first"),
         (DEEPSPEC | {"sample_from_anchor": True}, NotSupported, "anchor-first"),
         (DRAFT | {"query_zero_predicts_next": True}, NotSupported, "query_zero_predicts_next=True: its blocks are anc"),
         (
             DRAFT | {"dflash_config": INNER | {"sample_from_anchor": True}}, NotSupported,
-            "dflash_config.sample_from_anchor=True: its blocks are anchor-first .* give a draft whose slot 0 is the",
+            "dflash_config.sample_from_anchor=True: its blocks are anchor-first .* a draft whose slot 1 predicts it",
         ),
         (SPECULATORS | {"aux_hidden_state_layer_ids": []}, ValueError, r"layer_ids is \[\], not a list of layer numb"),
         (SPECULATORS | {"block_size": None}, ValueError, "config.json has no block_size; add it$"),
