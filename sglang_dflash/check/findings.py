@@ -154,11 +154,12 @@ def contract() -> str:
     """Check that the installed SGLang's source has all names that every server with DFLASH needs.
 
     Raises:
-        RuntimeError: a name or a member is missing.
+        RuntimeError: SGLang has another version, or a name or a member is missing.
     """
-    names = [*SECTIONS["seams"], *SECTIONS["served"]]
+    names, installed = [*SECTIONS["seams"], *SECTIONS["served"]], version("sglang")
+    wrong = [f"sglang {installed} is installed"] if installed != SGLANG else []
     with no_collection():
-        missing = list(filter(None, map(problem, names)))
-    if missing:
-        raise RuntimeError(f"{', '.join(missing)}; install the unmodified release sglang {SGLANG}")
-    return f"sglang {SGLANG} has all {len(names)} names that sglang-dflash uses"
+        wrong += filter(None, map(problem, names))
+    if wrong:
+        raise RuntimeError(f"{', '.join(wrong)}; install the unmodified release sglang {SGLANG}")
+    return f"sglang {SGLANG} has the {len(names)} names that every server with DFLASH needs"

@@ -175,6 +175,14 @@ def test_an_environment_that_excludes_the_plugin_is_reported(variable, cure, rig
     assert findings.environment().startswith("worker plugin")
 
 
+def test_another_version_of_sglang_is_reported(monkeypatch):
+    monkeypatch.setattr(findings, "version", lambda package: "0.5.24")
+    with pytest.raises(
+        RuntimeError, match=r"^sglang 0\.5\.24 is installed; install the unmodified release sglang 0\.5\.23"
+    ):
+        findings.contract()
+
+
 def test_missing_names_of_sglang_are_reported(monkeypatch):
     lacked = Name("sglang.srt.utils", "async_h2h")
     monkeypatch.setitem(findings.SECTIONS, "served", (*findings.SECTIONS["served"], lacked))

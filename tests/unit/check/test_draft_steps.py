@@ -31,6 +31,10 @@ def test_acceptance_separates_right_shifted_and_wrong_drafts(change, ok, begins,
     assert text.startswith(begins)
 
 
+def test_a_useful_draft_passes_with_somewhat_more_shifted_hits():
+    assert draft_steps.verdict({0: 0.5, 1: 0.55}, 2).startswith("accepted as it is: 50%")
+
+
 def test_missing_draft_is_a_finding():
     ok, text = report("/nowhere")
     assert not ok
