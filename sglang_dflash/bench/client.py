@@ -75,7 +75,8 @@ class HttpEngine(Engine):
             self.kind = self._whose()
             served = self._models()
         except httpx.TransportError as error:
-            what = f"no server answers at {self.url} ({error}); start it, or give the URL that it listens on"
+            what = f"{self.url} cannot be reached ({error}); start the server, or correct the URL"
+            what += " (https needs a trusted certificate)" if self.url.startswith("https:") else ""
             raise ServerError(f"{self.name}: {what}") from error
         if expected is not None and self.kind is not expected:
             what = f"{self.url} is no {expected} server (it answers like {self.kind})"
@@ -93,8 +94,9 @@ class HttpEngine(Engine):
             if response.status_code in REFUSED:
                 what = f"{self.name}: {self.url}/flush_cache answered {response.status_code}"
                 raise ServerError(f"{what}; start the server without --admin-api-key")
-            if response.status_code == 400:  # SGLang has waited 30 s for an idle moment
-                raise ServerError(f"{self.name}: {self.url} is never idle; let no other client use it")
+            if response.status_code == 400:  # after 30 s, or at once if another client empties the cache
+                what = f"{self.url} is in use ({response.text.strip()[:200]}); let no other client use it"
+                raise ServerError(f"{self.name}: {what}")
             self._checked(response)
         return self.kind is ServerKind.SGLANG
 

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
@@ -164,6 +165,9 @@ def timed(
 def _busy(processes: Callable[[], Iterable[psutil.Process]] | None) -> tuple[float, float]:
     """Return the CPU seconds of all processes on the machine, and those of the engine's processes and this process."""
     machine = psutil.cpu_times()
-    group = [process.cpu_times() for process in [*(processes() if processes else ()), psutil.Process()]]
+    group = []
+    for process in [*(processes() if processes else ()), psutil.Process()]:
+        with suppress(psutil.NoSuchProcess):  # a child of the engine has ended since it was listed
+            group.append(process.cpu_times())
     busy_s = machine.user + machine.nice + machine.system + machine.irq + machine.softirq + machine.steal
     return busy_s, sum(times.user + times.system for times in group)

@@ -42,7 +42,7 @@ KEPT = "not emptied (no known way for this server): repeated prompts may be read
 TOGETHER = "in memory together, each in turn for every part of the prompts"
 WIDTHS = "steps by width"
 QUIET = 0.05  # fraction of the cores that other processes may use in an undisturbed measurement
-IN_TURN = "one at a time: each answers everything, at every concurrency, before the next one starts"
+IN_TURN = "one at a time: in each repeat, an arm answers all prompts at every concurrency before the next arm starts"
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ def environment_of(arm: str) -> dict[str, str]:
     env = dict(part.split("=", 1) for part in parts)
     if "PYTHONPATH" in env:  # an editable installation would still import its own kernels
         raise ValueError(
-            f"--arms {arm}: PYTHONPATH cannot select another checkout of sglang-dflash, because an editable "
-            "installation would keep its kernels; run the benchmark in that checkout"
+            f"--arms {arm}: an arm may not set PYTHONPATH, because it could mix two versions of sglang-dflash; set it "
+            "for the whole command"
         )
     return env
 
@@ -168,7 +168,7 @@ def mtp_layers(model: str) -> int:
     if not file.is_file():
         raise ValueError(f"--model-path {model} has no config.json; give a checkpoint directory")
     config: dict[str, Any] = read_object(file, "fetch the model again")
-    text = config.get("text_config", {})
+    text = config.get("text_config") or {}
     return max(int(part.get(field) or 0) for part in (config, text) for field in MTP_FIELDS)
 
 

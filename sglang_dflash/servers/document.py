@@ -50,10 +50,10 @@ def require_folder(folder: Path, option: str) -> None:
 
 
 def write(document: Mapping[str, Any], path: Path) -> str:
-    """Save the document. Returns `path`, made relative to the repository if it lies inside."""
+    """Save the document as JSON. Returns `path` as text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    return str(path).removeprefix(f"{CHECKOUT}/")
+    return str(path)
 
 
 def portable(text: str) -> str:

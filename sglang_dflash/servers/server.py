@@ -254,27 +254,34 @@ class Server:
         """
         content = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
         request = content | {"sampling_params": {"temperature": 0.0} | sampling} | dict(fields or {})
-        body = self._post("/generate", request).json()
+        body = self._answer("POST", "/generate", request).json()
         return Generation(body["output_ids"], body["text"], body["meta_info"])
 
     def generate_many(
         self, prompts: Sequence[Sequence[int] | str], *, concurrency: int, **options: Any
     ) -> list[Generation]:
-        """Return completions of all prompts in their order, with at most `concurrency` in flight."""
+        """Return completions of all prompts in their order, with at most `concurrency` in flight.
+
+        `options` are arguments of `generate`, and its errors are raised.
+        """
         with ThreadPoolExecutor(max_workers=concurrency) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, **options), prompts))
 
     def flush_cache(self) -> None:
-        """Wait until the scheduler has no request, then empty the prefix cache."""
-        self._post("/flush_cache?timeout=30", {})
+        """Empty the prefix cache, after a wait of at most 30 s for the end of all requests.
+
+        Raises:
+            ServerError: the server is still busy, refuses, or does not answer.
+        """
+        self._answer("POST", "/flush_cache?timeout=30", {})
 
     def server_info(self) -> dict[str, Any]:
         """Return the resolved server arguments, and the scheduler's state under `internal_states`."""
-        return self._get("/server_info")
+        return self._answer("GET", "/server_info").json()
 
     def load(self) -> dict[str, Any]:
         """Return the scheduler's load: running and waiting requests, KV slots in use."""
-        return self._get("/v1/loads")["loads"][0]
+        return self._answer("GET", "/v1/loads").json()["loads"][0]
 
     def openai(self) -> "OpenAI":
         """Return a client of the OpenAI API; it needs no key."""
@@ -282,18 +289,11 @@ class Server:
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
 
-    def _get(self, path: str) -> dict[str, Any]:
-        return self._checked(self._http.get(path)).json()
-
-    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
-            return self._checked(self._http.post(path, json=body))
+            response = self._http.request(method, path, json=body)
         except httpx.TransportError as error:
             raise self._error(f"{path} failed: {error}") from error
-
-    def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code != 200:
-            raise ServerError(
-                f"{self.name}: {response.request.url.path} answered {response.status_code}: {response.text[:500]}"
-            )
+            raise ServerError(f"{self.name}: {path} answered {response.status_code}: {response.text[:500]}")
         return response

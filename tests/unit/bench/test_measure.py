@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from sglang_dflash.bench import measure
@@ -66,6 +67,8 @@ def test_every_arm_is_first_in_its_turn():
 class Machine:
     """Clocks set by the tests, in place of `time` and `psutil`."""
 
+    NoSuchProcess = psutil.NoSuchProcess
+
     def __init__(self) -> None:
         self.now_s = self.engine_s = self.ours_s = self.others_s = 0.0
 
@@ -81,6 +84,13 @@ class Machine:
 
     def Process(self) -> SimpleNamespace:  # as `psutil.Process()`: the process of the test
         return self.process("ours_s")
+
+
+def _end() -> None:
+    raise psutil.NoSuchProcess(1)
+
+
+ENDED = SimpleNamespace(cpu_times=_end)  # a process that has ended since it was listed
 
 
 @pytest.fixture
@@ -124,7 +134,7 @@ def test_other_cores_exclude_the_engine_and_this_process(machine, others_s, othe
         machine.others_s += others_s
         return lambda: Completion(1)
 
-    run = timed(ask, ["a"], concurrency=1, processes=lambda: [machine.process("engine_s")])
+    run = timed(ask, ["a"], concurrency=1, processes=lambda: [machine.process("engine_s"), ENDED])
     assert run.other_cores == other_cores
 
 

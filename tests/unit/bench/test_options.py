@@ -64,7 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", *SERVED),
             "the same name once paths are shortened (ours:A=x, ours:A=x)",
         ),
-        (("--serve", "--arms", "ours:PYTHONPATH=/x", *SERVED), "PYTHONPATH cannot select another checkout"),
+        (("--serve", "--arms", "ours:PYTHONPATH=/x", *SERVED), "an arm may not set PYTHONPATH"),
         ((*URL, "--preset", "readme"), "found --base-url and --preset readme; give one of"),
         (("--preset", "widths", "--concurrency", "1,32"), "--concurrency 32: the servers of --preset widths run 16"),
         ((*URL, "--require-equal", "--temperature", "1"), "--require-equal needs greedy answers"),
@@ -261,7 +261,12 @@ def test_commas_separate_variables_only_before_a_name():
 
 @pytest.mark.parametrize(
     ("config", "n_layers"),
-    [({}, 0), ({"num_nextn_predict_layers": 1}, 1), ({"text_config": {"mtp_num_hidden_layers": 1}}, 1)],
+    [
+        ({}, 0),
+        ({"num_nextn_predict_layers": 1}, 1),
+        ({"text_config": {"mtp_num_hidden_layers": 1}}, 1),
+        ({"text_config": None}, 0),
+    ],
 )
 def test_mtp_is_an_arm_only_for_models_with_mtp(tmp_path, config, n_layers):
     (tmp_path / "config.json").write_text(json.dumps(config))

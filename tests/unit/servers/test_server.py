@@ -137,6 +137,14 @@ def test_a_refused_request_quotes_the_server(fake):
         server.generate([])
 
 
+def test_a_server_that_has_ended_is_reported(fake):
+    server = fake()
+    with server:
+        pass
+    with pytest.raises(ServerError, match="/server_info failed"):
+        server.server_info()
+
+
 def test_answers_come_in_the_order_of_the_prompts(fake):
     with fake() as server:
         answers = server.generate_many([[i] for i in range(20)], concurrency=8)
