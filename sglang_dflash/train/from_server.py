@@ -71,14 +71,14 @@ class ServerSource:
             asyncio.run(work)
         except APIError as error:
             raise ValueError(
-                f"a request to {self.url} failed ({error}); {self._cure(error)}. Lines already written are kept"
+                f"a request to {self.url} failed ({_reason(error)}); {self._cure(error)}. Written lines are kept"
             ) from error
 
     def _cure(self, error: APIError) -> str:
         if isinstance(error, APITimeoutError):
             return "see the server's log, then repeat the command"
         if isinstance(error, APIConnectionError):
-            return "start the server or correct --server, then repeat the command"
+            return "start the server or correct --server (https needs a trusted certificate), then repeat the command"
         if isinstance(error, NotFoundError) and self.url != with_v1(self.url):
             return f"repeat the command with --server {with_v1(self.url)}"
         if isinstance(error, AuthenticationError | PermissionDeniedError):
@@ -98,6 +98,12 @@ class ServerSource:
 def with_v1(url: str) -> str:
     """Return the URL with the path /v1 of the OpenAI API at its end."""
     return url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
+
+
+def _reason(error: APIError) -> str:
+    """Return the text of the error; for a lost connection, that of the error's cause, which says more."""
+    is_lost = isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError)
+    return (str(error.__cause__ or "") if is_lost else "") or str(error)
 
 
 async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, number: int) -> Line | None:

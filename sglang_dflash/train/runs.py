@@ -101,9 +101,10 @@ def plan(args: argparse.Namespace, batches: Batches) -> str:
     """Return a line with the sizes of the text and the number of epochs."""
     n_tokens = sum(len(document.ids) for document in batches.documents)
     n_epochs = args.steps * args.rows / len(batches.trained_documents)
+    epochs = f"{n_epochs:.{1 if n_epochs >= 1 else 2}f} epochs of the other {len(batches.trained_documents):,}"
     return (
-        f"{len(batches.documents):,} documents of {n_tokens:,} tokens, {len(batches.held_out_documents)} held out; "
-        f"{args.steps:,} steps of {args.rows} documents: {n_epochs:.{1 if n_epochs >= 1 else 2}f} epochs of the others"
+        f"{len(batches.documents):,} documents with {n_tokens:,} tokens in all, {len(batches.held_out_documents)} held "
+        f"out; {args.steps:,} steps of {args.rows} documents are {epochs}"
     )
 
 
@@ -142,7 +143,11 @@ def run_answers(args: argparse.Namespace) -> None:
 
 
 def source_of(args: argparse.Namespace) -> answers.Source:
-    """Return the server, or else load the target into this process."""
+    """Return the source of answers: the server of --server, else the target of --target, loaded into this process.
+
+    Raises:
+        ValueError: neither is given, or torch has no such --device.
+    """
     if args.server:
         return ServerSource(args.server, args.at_once, api_key=args.api_key)
     if not args.target:
@@ -179,6 +184,8 @@ def run_tiny(args: argparse.Namespace) -> None:
         recipes.append(replace(recipe, steps=steps, more_cycles=()) if steps else recipe)
     target_recipe, draft_recipe = recipes
     if args.dflash2:
+        if args.target_steps:
+            raise ValueError("--dflash2 trains no target; drop --target-steps")
         if not (args.out / "target").is_dir():
             raise ValueError(f"--out {args.out} has no target/; train it first, without --dflash2")
         make_draft(args.out, args.kind, seed=args.seed, recipe=draft_recipe, second=True)

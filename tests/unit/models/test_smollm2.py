@@ -76,3 +76,17 @@ def test_an_existing_checkpoint_is_reused(monkeypatch: pytest.MonkeyPatch, tmp_p
     smollm2.folder(tmp_path).mkdir(parents=True)
     monkeypatch.setattr(smollm2, "download", pytest.fail)
     assert smollm2.checkpoint(tmp_path) == smollm2.folder(tmp_path)
+
+
+def test_a_checkpoint_that_another_process_has_written_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = smollm2.folder(tmp_path)
+
+    def convert(path: Path, written: Path) -> None:
+        written.mkdir()
+        out.mkdir()
+        (out / "config.json").touch()
+
+    monkeypatch.setattr(smollm2, "download", lambda work: work)
+    monkeypatch.setattr(smollm2, "convert", convert)
+    assert smollm2.checkpoint(tmp_path) == out
+    assert [path.name for path in out.iterdir()] == ["config.json"]

@@ -14,6 +14,7 @@ def test_tasks_take_functions_headers_and_documentation(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(source)
     (tmp_path / "tests" / "b.py").write_text(source.replace("double", "triple"))
     (tmp_path / "template.py").write_text("{{ not python }")
+    (tmp_path / "binary.py").write_text("x = 1\0")
     found = [messages[0]["content"] for messages in sources.tasks([tmp_path], 12, 0)]
     assert len(found) == 3
     header = '```python\ndef double(x):\n    """Double it."""\n'

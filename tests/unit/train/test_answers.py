@@ -160,7 +160,7 @@ def test_a_server_without_a_model_is_refused(tmp_path: Path, found: dict) -> Non
 @pytest.mark.parametrize(
     ("url", "answer", "cure"),
     [
-        ("http://server/v1", httpx.ConnectError("refused"), "Connection error.*; start the server or correct --server"),
+        ("http://server/v1", httpx.ConnectError("refused"), "refused.*; start the server or correct --server"),
         ("http://server/", httpx.Response(404), "repeat the command with --server http://server/v1"),
         ("http://server/v1", httpx.Response(404, json={"message": "no m"}), "no m.*; see the server's log"),
         ("http://server/v1", httpx.Response(401), "repeat the command with the server's key as --api-key"),
@@ -175,7 +175,7 @@ def test_a_failed_request_has_its_cure(tmp_path: Path, url: str, answer: object,
         return answer
 
     source = source_of(reply, url)
-    with pytest.raises(ValueError, match=rf"a request to {url} failed \(.*{cure}.* Lines already written are kept"):
+    with pytest.raises(ValueError, match=rf"a request to {url} failed \(.*{cure}.* Written lines are kept"):
         answers.write_answers(source, [line("a")], tmp_path / "out", answers.Sampling())
 
 

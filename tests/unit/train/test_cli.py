@@ -86,7 +86,7 @@ def test_resuming_with_other_options_is_refused(target, data, tmp_path, capsys, 
 
 def test_a_refusal_to_resume_has_only_the_keys_that_differ(target, data, tmp_path, capsys):
     assert main(command(target, data, tmp_path / "draft", "--steps", "1")) == 0
-    assert "1 steps of 2 documents: 0.40 epochs of the others" in capsys.readouterr().out
+    assert "1 steps of 2 documents are 0.40 epochs of the other 5" in capsys.readouterr().out
     assert main(command(target, data, tmp_path / "draft", "--steps", "1", "--block-size", "5")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "(draft.block_size 4, now 5" in error
@@ -106,7 +106,7 @@ def test_reported_numbers(target, data, tmp_path, capsys):
     assert line.keys() == always | with_prompts
     assert line["tokens_per_step"] == pytest.approx(1 + sum(line["accepted_at_slot"]))
     assert len(line["accepted_at_slot"]) == 3
-    assert "6 documents of " in capsys.readouterr().out
+    assert "6 documents with " in capsys.readouterr().out
     assert main(command(target, data, tmp_path / "without", "--eval-prompts", "0", "--steps", "1")) == 0
     assert json.loads((tmp_path / "without" / LOG).read_text()).keys() == always, "no acceptance is claimed"
 
@@ -213,3 +213,8 @@ def test_a_tokenizer_without_a_mask_token_is_refused(target, data, tmp_path, tok
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(bare)
     assert main(command(bare, data, tmp_path / "draft")) == 2
     assert "has no mask token; give --mask-token-id an unused token id" in capsys.readouterr().err
+
+
+def test_target_steps_of_a_dflash2_draft_are_refused(tmp_path, capsys):
+    assert main(["tiny", "--out", str(tmp_path), "--dflash2", "--target-steps", "5"]) == 2
+    assert "--dflash2 trains no target; drop --target-steps" in capsys.readouterr().err
