@@ -162,7 +162,7 @@ FLAGS = (
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
-        "Variable of older SGLang that model cards still set. `1` changes nothing, `0` acts as "
+        "Variable of older SGLang that model cards still set. `1` changes nothing. With DFLASH, `0` acts as "
         "`--disable-overlap-schedule`.",
     ),
     Flag("SGLANG_ENABLE_DFLASH_SPEC_V2", "1", _OFF_ON, "As `SGLANG_ENABLE_SPEC_V2`."),
@@ -170,7 +170,8 @@ FLAGS = (
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
         "0",
         _OFF_ON,
-        "SGLang's own variable. `1`: plan a step on a second CUDA stream.",
+        "SGLang's own variable, without effect on this plugin. `1`: its built-in worker reserves KV slots on a second "
+        "CUDA stream.",
     ),
     Flag(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",

@@ -47,9 +47,10 @@ METRICS = (
         Kind.HISTOGRAM,
         "tokens",
         (),
-        "Tokens that a request commits in a step: accepted drafts and the bonus. `_count` is the sum of steps over "
-        "requests.",
-        "Mean near 1: see [troubleshooting](troubleshooting.md#symptoms-without-a-message), or `cut_blocks_total`.",
+        "Tokens that a request commits in a step: accepted drafts and the bonus. `_count` counts a step once for "
+        "each of its requests.",
+        "Mean near 1: `steps_total` is mostly at width 1, or see "
+        "[troubleshooting](troubleshooting.md#symptoms-without-a-message) and `cut_blocks_total`.",
     ),
     Metric(
         "verified_drafts_total",
@@ -83,7 +84,7 @@ METRICS = (
         "blocks",
         ("match",),
         "Blocks with an n-gram copy (`SGLANG_DFLASH_COPY`), by the number of matching tokens.",
-        "Does not grow: answers do not repeat their context, or copies are off.",
+        "Does not grow: answers do not repeat their context, drafts are as good as copies, or copies are off.",
     ),
     Metric(
         "copied_drafts_total",
@@ -100,8 +101,9 @@ METRICS = (
         ("stage",),
         f"Time of a step's stages {', '.join(STAGES)}, measured in one step of {SAMPLE_EVERY}. On a GPU: device time "
         "between CUDA events. On a CPU: host time.",
-        "`draft` above a third of `verify`: use a smaller window or another `--speculative-draft-attention-backend`. "
-        "`choose` in milliseconds: caused by grammars or penalties. All stages high while the GPU idles: the host is "
+        "`draft` above a third of `verify`, with a large target: use a smaller window or another "
+        "`--speculative-draft-attention-backend`. `choose` in milliseconds: caused by grammars, custom logit "
+        "processors, or sampling in large batches. All stages high while the GPU idles: the host is "
         "slow, or no graph was captured for this batch size (`--cuda-graph-max-bs-decode`).",
     ),
     Metric(
@@ -129,7 +131,7 @@ METRICS = (
         ("pool",),
         "Slots of a pool. `rings`: ring buffers of the draft's context K/V (with a draft window). `states`: recurrent "
         "states (hybrid targets).",
-        "Too small: `sglang-dflash check --gpu-memory GIB` names the limit and the flag that raises it.",
+        "Too small: `sglang-dflash check --model NAME --gpu-memory GIB` names the limit and the flag that raises it.",
     ),
     Metric(
         "pool_in_use",
@@ -137,8 +139,8 @@ METRICS = (
         "rings, states",
         ("pool",),
         "Slots held by requests. States held only by the prefix cache are not counted.",
-        "Equal to `pool_size` while requests wait: raise `--max-running-requests` (rings) or `--max-mamba-cache-size` "
-        "(states).",
+        "Rings equal to `pool_size` while requests wait: raise `--max-running-requests`. States: by default SGLang "
+        "runs at most `pool_size` / 5 requests. If more wait, raise `--max-mamba-cache-size`.",
     ),
 )
 

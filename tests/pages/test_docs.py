@@ -200,7 +200,7 @@ OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "tests" / "tools").rgl
 # Flags that are read without argparse, and flags of other programs.
 OTHERS = {"--json", "--server", "--help", "--nproc-per-node", "--no-deps", "--target"}
 OF_VLLM = {"--speculative-config", "--max-num-batched-tokens", "--no-enable-prefix-caching"}
-OF_ROUTER = {"--policy", "--worker-urls"}
+OF_ROUTER = {"--policy", "--worker-urls", "--pd-disaggregation", "--prefill", "--decode"}
 OF_PYTEST = {"--lf", "--tb", "--pdb"}
 
 
