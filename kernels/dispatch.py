@@ -31,6 +31,7 @@ class Forms(Generic[Op]):
 def override(choose: Callable[[Forms], Any]) -> None:
     """Let `choose` select the form of every op in this process, on any device.
 
+    Call this before stages and models are created, because they keep the forms that they have looked up.
     The GPU emulation calls this to run kernels in Triton's interpreter, and to count launches.
     """
     Forms._override = staticmethod(choose)

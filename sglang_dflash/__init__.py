@@ -10,14 +10,14 @@ A large language model, the target, writes one token per forward. DFlash (arXiv 
    So the output is exactly the target's, and a step commits 1 to N tokens for little more than the price of one.
 5. The features of the kept tokens are added to the draft's context, and the next block starts.
 
-Dimensions. In this package a tensor's suffix is its shape, as in `tokens_BN`:
+Dimensions. A tensor's suffix is its shape, as in `tokens_BN`. A module that uses other letters defines them.
 
     B  requests in the batch            H  hidden size
     N  tokens per block, or the width   C  features: captured layers x H
     D  drafts per block, N - 1          T  packed rows: tokens of several prompts or blocks
     V  vocabulary, or a rank's shard    L  draft layers     G  KV heads     E  head width
 
-Terms, with the same meaning in every module (fields and arguments that SGLang reads keep SGLang's names):
+Terms of the decode step (fields and arguments that SGLang reads keep SGLang's names):
 
     anchor        the last committed token; slot 0 of the block
     draft         a guessed token, slots 1..N-1; also the model that guesses
@@ -30,7 +30,7 @@ Terms, with the same meaning in every module (fields and arguments that SGLang r
     features      captured hidden states of the target
     context KV    draft K and V made from features
     slot          an index in the block, 0..N-1; a KV slot is a row of a KV cache, a state slot a recurrent state
-    width         number of verified tokens per block; beyond N, n-gram copies fill the block
+    width         number of verified tokens per block; n-gram copies may replace the last drafts and fill slots beyond N
     acceptance    the acceptance length: mean number of committed tokens per step of a request, bonus included
     copy          the tokens that followed an earlier occurrence of the same n-gram in the request (prompt lookup)
     record        one token's change of a recurrent state; verify writes records, commit adds those of kept rows

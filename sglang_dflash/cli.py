@@ -20,28 +20,28 @@ Add = Callable[..., Action]  # `add_argument` of a parser or of a group
 
 
 def count(text: str) -> int:
-    """Parse a whole number above 0, the value of an option."""
+    """Parse an option's value, a whole number above 0, or raise ArgumentTypeError."""
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def count_or_zero(text: str) -> int:
-    """Parse a whole number, 0 included, the value of an option."""
+    """Parse an option's value, a whole number of at least 0, or raise ArgumentTypeError."""
     if not text.isdecimal():
         raise ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """Parse a finite number above 0, the value of an option."""
+    """Parse an option's value, a finite number above 0, or raise ArgumentTypeError."""
     if not 0 < (number := _number(text)) < math.inf:
         raise ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 
 def positive_or_zero(text: str) -> float:
-    """Parse a finite number, 0 included, the value of an option."""
+    """Parse an option's value, a finite number of at least 0, or raise ArgumentTypeError."""
     if not 0 <= (number := _number(text)) < math.inf:
         raise ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return number

@@ -166,11 +166,11 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
 
 
 def check_arguments(arguments: Arguments, flags: Flags) -> None:
-    """Refuse flags that this version cannot serve exactly with DFLASH. SGLang accepts some of them with a warning.
+    """Refuse flags that this version does not support with DFLASH. SGLang accepts some of them with a warning.
 
     Raises:
         ValueError: a flag contradicts DFLASH, or the draft is missing.
-        NotSupported: a flag requires something that this version cannot serve exactly.
+        NotSupported: a flag is not supported with DFLASH, see `UNSUPPORTED`.
     """
     arguments.require_draft_path()
     if arguments.num_steps not in (None, 1):
@@ -262,7 +262,7 @@ def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
     the pool's block size, so both numbers must be equal.
     """
     if arguments.attention_dp:
-        return "ranks of attention data parallelism share one width"
+        return "attention data parallelism supports no other width"
     if target.recurrent and not target.gated_delta_net:
         return "SGLang locates the recurrent states of this target by the block size"
     return ""

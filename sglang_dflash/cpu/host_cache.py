@@ -16,7 +16,10 @@ Layers = Sequence[torch.Tensor]
 def transfer_kv_direct(
     src_layers: Layers, dst_layers: Layers, src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int
 ) -> None:
-    """Copy tokens between two pools with one tensor per layer."""
+    """Copy rows `src_indices` of each source tensor to rows `dst_indices` of the target tensor at the same place.
+
+    The indices are integers [tokens]. `page_size` is not used.
+    """
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices.long()] = source[src_indices.long()]
 

@@ -161,9 +161,8 @@ def verify() -> None:
             wrong.append(f"{module.__name__}.{name} ({replaced[id(value)]})")
     if wrong:
         raise RuntimeError(
-            f"the CPU platform of sglang-dflash is incomplete: GPU-only code is still at {', '.join(wrong)}; "
-            "uninstall the plugin that replaces these names, or without DFLASH select another platform with "
-            "SGLANG_PLATFORM"
+            f"the CPU platform of sglang-dflash is incomplete: {', '.join(wrong)} have values of SGLang or of another "
+            "plugin; set SGLANG_PLUGINS=sglang_dflash,sglang_dflash_cpu, or without DFLASH SGLANG_USE_CPU_ENGINE=1"
         )
 
 

@@ -81,7 +81,10 @@ def pack_again(model: torch.nn.Module) -> None:
 
 @cache  # called for every model, wraps once
 def install() -> None:
-    """Wrap SGLang's in-place weight updates to pack the weights again. The plugin may hook them earlier or later."""
+    """Wrap SGLang's weight updates by tensor, group and IPC, and its reset of weights, to pack the weights again.
+
+    The plugin hooks some of these methods too. The result does not depend on the order.
+    """
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.utils.weight_checker import WeightChecker
 

@@ -18,7 +18,7 @@ TIE_GAP = 0.25  # largest difference, in nats, between the log-probabilities of 
 class Verdict(NamedTuple):
     """Result of a comparison, with a sentence for the user."""
 
-    is_right: bool  # the answers are equal, or differ at a near tie
+    is_right: bool  # the answers are equal, or differ at a near tie between servers in bf16
     text: str
 
 

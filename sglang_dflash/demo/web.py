@@ -157,7 +157,9 @@ def require_question(messages: Any) -> list[Message]:
         case [*turns, {"role": "user"}] if all(map(is_message, messages)):
             if [one["role"] for one in turns] == ["user", "assistant"] * (len(turns) // 2):
                 return messages
-    raise ValueError("send a list of messages, the user's and the assistant's in turn, the last one the user's")
+    raise ValueError(
+        "send messages that have only role and content, both text; user and assistant alternate, and the user is last"
+    )
 
 
 def is_message(one: object) -> bool:

@@ -152,7 +152,10 @@ def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[t
 
 
 def _causal_cure(name: str, given: bool) -> str:
-    """Return the cure for a field with a mask that is not DFlash's. SGLang's own worker reads only `is_causal`."""
+    """Return the cure for a field that describes another mask than DFlash's.
+
+    SGLang's own worker reads only `is_causal`, so it is a cure only for this field.
+    """
     if name == "is_causal":
         return f"{GIVE}, or {STOCK}"
     if given:

@@ -53,7 +53,7 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
 
 def unused(names: Iterable[str]) -> str:
     """Return a sentence for the log about unused tensors in a draft's files."""
-    return f"{', '.join(sorted(names))} are ignored: a DFlash draft uses the target's"
+    return f"unused tensors: {', '.join(sorted(names))} (DFlash uses the target's embedding and head)"
 
 
 def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int) -> None:

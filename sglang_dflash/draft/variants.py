@@ -32,8 +32,8 @@ VARIANT_KEYS = {
     "pure_draft_prefix_len": "Domino",
     "markov_": "DSpark",
     "enable_confidence": "DSpark",
-    "attention_sink_bias": "attention sinks",
-    "attention_value_scale": "scaled values",
+    "attention_sink_bias": "a draft with attention sinks",
+    "attention_value_scale": "a draft with scaled values",
     "swa_window_size": "Nemotron",
 }
 
@@ -41,7 +41,7 @@ VARIANT_KEYS = {
 # cannot serve the others, because it ignores their fields and tensors without an error.
 SERVED_BY_STOCK = {
     "architectures": ("DFlashLagunaForCausalLM", "LiLiCorrDraftModel"),
-    "variant": ("attention sinks", "scaled values"),
+    "variant": ("a draft with attention sinks", "a draft with scaled values"),
     "projector_type": ("domino",),
     "use_gemma_norm": (True,),
     "hidden_act": ("swigluoai",),
@@ -138,7 +138,7 @@ def _refuse_key(path: str, key: str, value: Any) -> None:
     variant = next((name for mark, name in VARIANT_KEYS.items() if key.startswith(mark)), "")
     unknown = f"remove the field if it does not change what the draft computes, else {GIVE}"
     raise NotSupported(
-        f"{path}: dflash_config.{key}={value!r} belongs to {variant or 'an unknown variant'}, not to DFlash; "
+        f"{path}: dflash_config.{key}={value!r} is not DFlash, but {variant or 'an unknown variant'}; "
         f"{cure('variant', variant) if variant else unknown}"
     )
 
@@ -148,7 +148,7 @@ def _refuse_anchor_first(config: Mapping[str, Any], path: str, inside: str = "")
         if key in ANCHOR_FIRST and value not in (None, False, 0):
             raise NotSupported(
                 f"{path}: {inside}{key}={value!r}: its blocks are anchor-first (slot 0 predicts the next token), which "
-                "is not supported; give a draft whose slot 0 is the anchor"
+                "is not supported; give a draft whose slot 1 predicts it"
             )
         if isinstance(value, dict):
             _refuse_anchor_first(value, path, f"{inside}{key}.")

@@ -27,8 +27,8 @@ UNSUPPORTED = {
     "enable_linear_replayssm_spec": "this plugin records the state changes of a block itself",
     "enable_return_indexer_topk": "the draft's forward would write into the returned values too",
     "enable_memory_saver": "a draft's rotary table would not be restored with its weights",
-    "enable_symm_mem": "it is not tested with CUDA graphs of several widths",
-    "enable_torch_compile": "it would compile the target again for each width",
+    "enable_symm_mem": "it was not tested with one CUDA graph per verify width",
+    "enable_torch_compile": "it was not tested, and may compile the target once per verify width",
     "forward_hooks": "CUDA graphs of other widths, captured later, would contain the hooks",
 }
 

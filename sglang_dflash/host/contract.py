@@ -33,7 +33,7 @@ def require_seams() -> None:
 
 
 def require() -> None:
-    """Check SGLang's version, and all names that a server with DFLASH uses.
+    """Check SGLang's version, and the names that every server with DFLASH uses. Features check further names.
 
     Raises:
         HostMismatch: see `require_seams`.
@@ -138,4 +138,6 @@ def _members(found: Any) -> set[str]:
 
 def _sentence(missing: str) -> str:
     version = importlib.import_module("sglang").__version__
+    if missing.removeprefix("module ").startswith("flashinfer"):
+        return f"FlashInfer lacks {missing}; install the version of flashinfer-python that sglang {SGLANG} requires"
     return f"sglang {version} lacks {missing}; sglang-dflash {__version__} needs the unmodified release sglang {SGLANG}"

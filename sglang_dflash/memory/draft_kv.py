@@ -1,8 +1,8 @@
 """Memory of the draft's context K/V, and hooks that make SGLang count this memory. There are two kinds:
 
 Shared   A KV slot for each of the target's KV slots. SGLang allocates and counts this memory itself.
-Rings    For a draft with a sliding window: a ring buffer of KV slots per request, sized by window and block. Memory for
-         all ring buffers is reserved, and the target's pool gets the remaining memory.
+Rings    For a draft with a sliding window: a ring buffer of KV slots per request (`sizes.ring_slots`). Memory for all
+         ring buffers is reserved, and the target's pool gets the remaining memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang_dflash.memory.slots import DraftSlots, RingSlots, SharedSlots, rings
 
 logger = logging.getLogger(__name__)
 
-READ_AGAIN = 64  # number of last prompt tokens that `leave_the_end` excludes from the prefix cache
+READ_AGAIN = 64  # last input tokens that `leave_the_end` lets the target read again, despite a prefix cache hit
 
 Hooks = dict[str, tuple[Callable[..., Any], HookType]]  # by hook names of `host/sglang-0.5.23.txt`
 Pools = tuple[MemoryPoolConfig | None, ReqToTokenPool | None]

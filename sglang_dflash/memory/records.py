@@ -1,7 +1,7 @@
 """Memory of recurrent layers (Gated DeltaNet) for a request's block, and the hook by which SGLang counts it.
 
-SGLang stores a state per token of a block and request, H V K values per layer. For a block of 16 with Qwen3.5-27B
-these are 2.25 GiB per request. `FoldState` needs a record per token instead, H V + G K + H values
+For each token of a request's block, SGLang stores a state of H V K values per layer. With Qwen3.5-27B and a block of
+16 this takes 2.25 GiB per request. `FoldState` needs a record per token instead, H V + G K + H values per layer
 (`kernels/gdn_verify.py`). `sizes.py` explains the letters. In both cases the inputs of the causal convolution are
 stored in addition.
 """

@@ -2,7 +2,7 @@
 
 SharedSlots   A KV slot for every target KV slot, with the same id. So a prefix in SGLang's prefix cache is also
               in the draft's pool.
-RingSlots     For a draft with a sliding window: a ring buffer of KV slots per request, sized by window and block.
+RingSlots     For a draft with a sliding window: a ring buffer of KV slots per request (`sizes.ring_slots`).
 """
 
 from __future__ import annotations

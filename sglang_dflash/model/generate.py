@@ -132,8 +132,8 @@ def accepted_at(
 
     Near the end of the answer, only drafts up to its last token are compared.
     """
-    text = torch.tensor([*prompt, *answer])
-    at_A = torch.arange(len(prompt), len(text))
+    text = torch.tensor([*prompt, *answer], device=target.device)
+    at_A = torch.arange(len(prompt), len(text), device=text.device)
     sizes = block_size or draft.config.block_size, draft_window
     hidden_ADH = hidden_of_blocks(draft, target, text, at_A, sizes)[:, 1:]
     guesses_AD = draft.guesses(hidden_ADH, draft_logits(hidden_ADH, target), text[at_A]).tolist()
@@ -152,7 +152,7 @@ def hidden_of_blocks(
     """
     N, draft_window = sizes
     features_1SC = TargetReader(target, draft.config.target_layer_ids).read(text[None]).features_1SC
-    tokens_1AN = torch.full((1, len(at_A), N), draft.config.mask_token_id)
+    tokens_1AN = torch.full((1, len(at_A), N), draft.config.mask_token_id, device=text.device)
     tokens_1AN[0, :, 0] = text[at_A]
     embeddings_1ANH = target.get_input_embeddings()(tokens_1AN)
     return draft(embeddings_1ANH, draft.context_kv(features_1SC), at_A[None], draft_window)[0]
@@ -186,5 +186,5 @@ def _checked_sizes(draft: Draft, input_ids: torch.Tensor, options: Options) -> t
             f"draft_window {options.draft_window} is smaller than the block of {N} tokens; make it at least {N}"
         )
     if not 0 <= options.n_unseen < input_ids.shape[1]:
-        raise ValueError(f"n_unseen is {options.n_unseen}; the prompt has {input_ids.shape[1]} tokens, give fewer")
+        raise ValueError(f"n_unseen is {options.n_unseen}; give 0..{input_ids.shape[1] - 1}, fewer than prompt tokens")
     return N, width

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-Draw = tuple[int, ...]  # token ids; shorter if the answer ended
+Draw = tuple[int, ...]  # the first N_POSITIONS token ids of an answer; fewer if it ended earlier
 Outcome = tuple[int, ...]
 
 BOUND = 5.0  # standard errors

@@ -22,7 +22,7 @@ from sglang_dflash.tiny.workloads import held_out
 
 N_PROMPTS, N_PROMPTS_SHORT = 12, 4
 NEW_TOKENS, NEW_TOKENS_SHORT = 96, 48
-CONCURRENCIES = (1, 3, 8)  # 3 is padded to a captured batch of four
+CONCURRENCIES = (1, 3, 8)  # in the emulation, 3 is padded to a captured batch of four
 START_S = 900.0  # seconds until a server is ready: a 27B model is read from disk, and graphs are captured
 TOP = 50  # number of log-probabilities per context
 

@@ -98,7 +98,9 @@ def require_one_read(nodes: Iterable[Node]) -> None:
                 read[name] += times
     if again := {name: times for name, times in read.items() if times > 1 + ROUNDING}:
         many = ", ".join(f"{name} {times:.3g} times" for name, times in again.items())
-        raise CaptureError(f"a captured forward reads weights more than once: {many}")
+        raise CaptureError(
+            f"a captured forward reads weights more than once: {many}; read each weight once for all rows"
+        )
 
 
 def spans() -> dict[int, list[Span]]:

@@ -112,7 +112,7 @@ class Memory:
         self.written, self.reads = by, {}
 
     def uses(self) -> list[Access]:
-        """Return the recorded accesses. All of them must precede a write."""
+        """Return the recorded accesses. The next write must be ordered after all of them."""
         return [*self.reads.values(), *filter(None, [self.written])]
 
     def used_elsewhere(self) -> bool:

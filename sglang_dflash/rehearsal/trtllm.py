@@ -86,7 +86,7 @@ def xqa(
     is 0, there is no window.
     """
     assert not fp8, "fp8 keys and values are not defined in the rehearsal; run this on a GPU"
-    assert first_query_B1 is None, "requests with different numbers of queries are not defined in the rehearsal"
+    assert first_query_B1 is None, "different numbers of queries are not defined in the rehearsal; run this on a GPU"
     require_zeros("XQA's semaphores", semaphores)
     scribble(workspace)
     page_size, n_pages = k_cache.shape[1], len(k_cache)

@@ -57,8 +57,8 @@ def draft_forward(n_layers: int, *, second: bool, ranks: bool, fp8_head: bool) -
     """Return the limit of launches in a captured forward of an unquantized draft, in the emulation.
 
     On a GPU (computed, not measured) each layer has 10 launches. Outside the layers there are 7: embedding, norm,
-    packing the drafts' rows, head, argmax (2) and joining anchors and drafts. In the emulation a norm has 7 launches,
-    an activation 2, and a write of K and V 2.
+    packing the drafts' rows, head, argmax (2) and joining anchors and drafts. The limit is higher, because in the
+    emulation a norm has 7 launches, an activation 2, and a write of K and V 2. It also leaves some room.
 
     Args:
         n_layers: number of draft layers.

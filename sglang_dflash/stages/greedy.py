@@ -120,7 +120,7 @@ def why_whole(processors: list[LogitsProcessor], ends: TargetEnds, ranks: OneGro
         return f"the target computes its logits in {len(processors)} places"
     processor = processors[0]
     if processor.final_logit_softcapping:
-        return "soft-capped logits may be equal where the shards' are not"
+        return "the soft cap can round different logits to the same value"
     if processor.use_attn_tp_group or not processor.do_tensor_parallel_all_gather:
         return "SGLang does not gather them over the ranks that share the head"
     if processor.vocab_size != ends.head.org_vocab_size:

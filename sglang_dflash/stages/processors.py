@@ -79,7 +79,9 @@ class Processors:
             text = req.output_ids[:]
             n_missing = prefix_len + 1 - len(req.origin_input_ids) - len(text)
             newest = last.get(req, [])
-            assert 0 <= n_missing <= len(newest), "the scheduler is at most one step behind"
+            assert 0 <= n_missing <= len(newest), (
+                f"{n_missing} tokens of {req.rid} are missing, of {len(newest)} new ones"
+            )
             text.extend(newest[len(newest) - n_missing :])
             texts.append(text)
             for draft in tokens[1:]:

@@ -15,8 +15,8 @@ CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
 WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) stay out of the counts of all requests
 
 # For each draft position: weighted number of times all drafts before it were accepted (it was "reached"), and weighted
-# number of times it was accepted. A step does not lower the weights of earlier observations. Instead, each new
-# observation gets a larger weight than the one before.
+# number of times it was accepted. A step does not lower the weights of earlier observations. Instead, the
+# observations of a step get a larger weight than those of the step before, until all are scaled down (`HEAVY`).
 Counts = list[tuple[float, float]]
 
 

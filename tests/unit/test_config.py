@@ -285,7 +285,7 @@ def test_widths_copies_and_states_follow_from_the_launch(draft, target, argument
     ("target", "arguments", "reason"),
     [
         (MAMBA2, {}, "SGLang locates the recurrent states of this target by the block size"),
-        (GDN, SHARED, "ranks of attention data parallelism share one width"),
+        (GDN, SHARED, "attention data parallelism supports no other width"),
     ],
 )
 def test_narrow_widths_are_refused_before_weights_load(draft, target, arguments, reason):

@@ -71,8 +71,8 @@ BAD = {
         target="mamba2",
     ),
     "widths with attention data parallelism": Bad(
-        "NotSupported: SGLANG_DFLASH_WIDTHS=4: this server verifies only whole blocks (ranks of attention data "
-        "parallelism share one width); set the variable to 8, or unset it",
+        "NotSupported: SGLANG_DFLASH_WIDTHS=4: this server verifies only whole blocks (attention data "
+        "parallelism supports no other width); set the variable to 8, or unset it",
         ATTENTION_DP,
         env={"SGLANG_DFLASH_WIDTHS": "4"},
     ),

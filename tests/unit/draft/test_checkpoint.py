@@ -133,17 +133,17 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
     ("changes", "error", "sentence"),
     [
         ({"architectures": None}, NotSupported, "architecture is missing"),
-        ({"dflash_config": {"lilicorr_enabled": True}}, NotSupported, "belongs to LiLiCorr, .*; give a DFlash draft$"),
+        ({"dflash_config": {"lilicorr_enabled": True}}, NotSupported, "not DFlash, but LiLiCorr; give a DFlash draft$"),
         ({"dflash_config": {"projector_type": "domino"}}, NotSupported, "projector_type='domino' is not DFlash"),
         ({"projector_type": "domino"}, NotSupported, "projector_type='domino' is not DFlash; .* SGLANG_DFLASH_WORKER"),
         ({"projector_type": "mlp"}, NotSupported, "projector_type='mlp' is not DFlash; give a DFlash draft$"),
         (
             {"dflash_config": {"attention_sink_bias": True}}, NotSupported,
-            "belongs to attention sinks, .* set SGLANG_DFLASH_WORKER=stock",
+            "is not DFlash, but a draft with attention sinks; .* set SGLANG_DFLASH_WORKER=stock",
         ),
         (
             {"dflash_config": {"tomorrow": 1}}, NotSupported,
-            "tomorrow=1 belongs to an unknown variant, .*; remove the field if",
+            "tomorrow=1 is not DFlash, but an unknown variant; remove the field if",
         ),
         ({"dflash_config": {"attention_mode": "mla"}}, NotSupported, "'mla' is not gqa; give a DFlash draft$"),
         ({"use_gemma_norm": True}, NotSupported, "use_gemma_norm=True is not DFlash .*WORKER=stock to"),

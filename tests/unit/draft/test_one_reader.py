@@ -107,8 +107,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         ValueError, "sliding_window 4 is smaller than block_size 8; fix config.json",
     ),
     "gating": ({"gating": "x"}, NotSupported, "gating='x' is not DFlash"),
-    "gru_hidden": ({"dflash_config": {"gru_hidden": 8}}, NotSupported, "belongs to Domino, .*; give a DFlash draft$"),
-    "markov_order": ({"dflash_config": {"markov_order": 2}}, NotSupported, "to DSpark, .*; give a DFlash draft$"),
+    "gru_hidden": ({"dflash_config": {"gru_hidden": 8}}, NotSupported, "not DFlash, but Domino; give a DFlash draft$"),
+    "markov_order": ({"dflash_config": {"markov_order": 2}}, NotSupported, "DFlash, but DSpark; give a DFlash draft$"),
     "num_experts": ({"num_experts": 8}, NotSupported, "num_experts=8 is not DFlash"),
     "another architecture": (
         {"architectures": ["DSparkDraftModel"]},
