@@ -57,7 +57,7 @@ def penalise() -> Hashable:
 
 
 def append_context(*, n_kept: bool) -> Hashable:
-    """Return the key. `n_kept`: the launch has `n_kept_B`, as in a decode step. A prefill keeps all rows without it."""
+    """Return the key. `n_kept`: the launch passes `n_kept_B`. Decode steps pass it, prefills do not."""
     return "accepted" if n_kept else "all"
 
 

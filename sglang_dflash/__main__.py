@@ -38,7 +38,7 @@ PROGRAMS = {
 }
 
 
-PRINTERS = ("docs", "recipe", "dashboard")  # commands that connect to no server
+PRINTERS = ("docs", "recipe", "dashboard")  # commands that only print: a closed pipe may end them
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -114,10 +114,11 @@ def on_h100(recipe: Recipe, further: Sequence[str]) -> str:
     cards = f"{found.serving.tp_size} H100 of {H100_GIB} GiB"
     if n_requests:
         fitting = f"On {cards}, {n_requests} requests of {found.serving.context:,} tokens fit at once (computed)."
-        return " ".join([fitting, *found.not_counted])
+        return " ".join((fitting, *found.not_counted))
     ways = {f"add `-- {flag}`, with which {n} fit": flag for flag, n in better.items() if flag.startswith("--tp")}
     cure = next(iter(ways), report.more(found.serving))
-    return f"On {cards}, no request of {found.serving.context:,} tokens fits (computed); {cure}."
+    none = f"On {cards}, no request of {found.serving.context:,} tokens fits (computed); {cure}."
+    return " ".join((none, *found.not_counted))
 
 
 def table(recipes: Iterable[Recipe]) -> str:

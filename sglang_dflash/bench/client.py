@@ -75,8 +75,8 @@ class HttpEngine(Engine):
             self.kind = self._whose()
             served = self._models()
         except httpx.TransportError as error:
-            what = f"{self.url} cannot be reached ({error}); start the server, or correct the URL"
-            what += " (https needs a trusted certificate)" if self.url.startswith("https:") else ""
+            what = f"no answer from {self.url} ({error}); start the server, or correct the URL"
+            what += " (https needs a certificate of a public authority)" if self.url.startswith("https:") else ""
             raise ServerError(f"{self.name}: {what}") from error
         if expected is not None and self.kind is not expected:
             what = f"{self.url} is no {expected} server (it answers like {self.kind})"
@@ -114,7 +114,7 @@ class HttpEngine(Engine):
         with self._answering():
             if not stream:
                 response = self._checked(self.http.post(PATH, json=body | UNSTREAMED[self.kind]))
-                return lambda: unstreamed(f"{self.name}: {self.url}", response.json())
+                return lambda: unstreamed(f"{self.name}: {self.url}", _object(response))
             with self.http.stream("POST", PATH, json=body | STREAMED) as response:
                 if response.status_code != 200:
                     response.read()

@@ -1,9 +1,9 @@
 """Sizes of a target and a draft for `capacity`, from a Hugging Face config.json.
 
-The size of a target's weights is read from the headers of the safetensors files next to the config. If there are no
-such files, the size is read from the files' index, or else computed from the config. The size of a draft's weights is
-always computed. Configs without a needed field are rejected. An unknown model family is rejected only if the size of a
-target's weights must be computed.
+The size of a target's weights is read from the headers of the safetensors files next to the config. If the files' index
+lists an absent file, the index's total is used. Without files and index, the size is computed from the config. The size
+of a draft's weights is always computed. Configs without a needed field are rejected. An unknown model family is
+rejected only if the size of a target's weights must be computed.
 """
 
 import json
@@ -100,7 +100,7 @@ class Config(Fields):
         if unknown or self.get("use_sliding_window"):
             raise ValueError(
                 f"{self.name}: layers with {min(unknown, default='a window')} cannot be computed; launch it, "
-                "and divide max_total_num_tokens in SGLang's log by the tokens of a request"
+                "and see SGLang's log: max_running_requests, or if less max_total_num_tokens / tokens of a request"
             )
         if len(kinds) != n_layers:
             raise ValueError(
@@ -219,7 +219,7 @@ def _of_index(index: Path) -> tuple[int, str]:
     """Return the bytes of the tensors in the files that `index` lists, or if a file is absent the index's total."""
     content = draft_files.read_object(index, FETCH)
     metadata, names = content.get("metadata"), content.get("weight_map")
-    files = {index.with_name(str(name)) for name in names.values()} if isinstance(names, dict) else set()
+    files = {index.parent / str(name) for name in names.values()} if isinstance(names, dict) else set()
     if files and all(map(Path.is_file, files)):
         return sum(map(_header_bytes, files)), HEADERS
     size = metadata.get("total_size") if isinstance(metadata, dict) else None

@@ -199,7 +199,9 @@ def _add_kv(add: Add) -> None:
     add("--draft-kv-dtype", "--speculative-draft-kv-cache-dtype", metavar="DTYPE", help=own)
     add("--page-size", type=count, metavar="N", help="tokens per page of the KV cache (default: by attention backend)")
     backends = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
-    by_page = f"attention backend; sets the page size: {TRTLLM_PAGE} for trtllm_mha, {FA4_PAGE} for fa4 on B200"
+    by_page = (
+        f"attention backend; sets the page size: {TRTLLM_PAGE} for trtllm_mha, {FA4_PAGE} for fa4 on B200 and B300"
+    )
     add(*backends, dest="attention_backends", action="append", default=[], metavar="NAME", help=by_page)
     only = "attention backend of the draft; trtllm_mha sets the page size too"
     add("--speculative-draft-attention-backend", dest="draft_backend", metavar="NAME", help=only)

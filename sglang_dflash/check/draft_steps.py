@@ -87,7 +87,7 @@ def verdict(shares: dict[int, float], n_steps: int) -> str:
     shown = ", ".join(f"{shares[shift]:.0%} {how}" for shift, how in SHIFTS.items())
     if shares[1] >= USEFUL and shares[1] > SHIFTED * shares[0]:
         raise ValueError(
-            f"drafts are accepted only if shifted by one ({shown}), which is not DFlash's layout; give another draft"
+            f"drafts are accepted if shifted by one ({shown}), which is not DFlash's layout; give another draft"
         )
     if shares[0] < USEFUL:
         raise ValueError(

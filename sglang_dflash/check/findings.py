@@ -12,8 +12,8 @@ from importlib.metadata import entry_points, version
 
 from sglang_dflash import flags
 from sglang_dflash.flags import Worker
+from sglang_dflash.host import source
 from sglang_dflash.host.names import SECTIONS, SGLANG
-from sglang_dflash.host.source import problem
 from sglang_dflash.width.chooser import WIDEST
 
 ENTRY_POINTS = {
@@ -153,13 +153,18 @@ def no_collection() -> Iterator[None]:
 def contract() -> str:
     """Check that the installed SGLang's source has all names that every server with DFLASH needs.
 
+    With SGLANG_DFLASH_WORKER=stock, differences are only named.
+
     Raises:
         RuntimeError: SGLang has another version, or a name or a member is missing.
     """
-    names, installed = [*SECTIONS["seams"], *SECTIONS["served"]], version("sglang")
+    names, installed = [*SECTIONS["seams"], *SECTIONS["served"]], source.version()
     wrong = [f"sglang {installed} is installed"] if installed != SGLANG else []
     with no_collection():
-        wrong += filter(None, map(problem, names))
+        wrong += filter(None, map(source.problem, names))
+    if wrong and os.environ.get("SGLANG_DFLASH_WORKER", "").lower() == Worker.STOCK:
+        return f"{', '.join(wrong)}; only SGLang's own worker can serve DFLASH"
     if wrong:
-        raise RuntimeError(f"{', '.join(wrong)}; install the unmodified release sglang {SGLANG}")
+        cure = f"install the unmodified release sglang {SGLANG}, or set SGLANG_DFLASH_WORKER=stock"
+        raise RuntimeError(f"{', '.join(wrong)}; {cure}")
     return f"sglang {SGLANG} has the {len(names)} names that every server with DFLASH needs"

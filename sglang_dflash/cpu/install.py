@@ -161,8 +161,9 @@ def verify() -> None:
             wrong.append(f"{module.__name__}.{name} ({replaced[id(value)]})")
     if wrong:
         raise RuntimeError(
-            f"the CPU platform of sglang-dflash is incomplete: {', '.join(wrong)} have values of SGLang or of another "
-            "plugin; set SGLANG_PLUGINS=sglang_dflash,sglang_dflash_cpu, or without DFLASH SGLANG_USE_CPU_ENGINE=1"
+            "the CPU platform of sglang-dflash is incomplete, because SGLang or another plugin has replaced "
+            f"{', '.join(wrong)}; set SGLANG_PLUGINS=sglang_dflash,sglang_dflash_cpu, or without DFLASH "
+            "SGLANG_USE_CPU_ENGINE=1"
         )
 
 

@@ -30,7 +30,7 @@ def memcpy(
 
 
 def reduce_scatter_tensor(self: GroupCoordinator, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of the sum of all inputs.
+    """Write this rank's rows of the sum of all inputs to `output` [n, ...], and return it. `input`: [n * ranks, ...].
 
     Gloo's own reduce-scatter also sums all rows, but copies this rank's rows on the host. Graph capture forbids this.
     """

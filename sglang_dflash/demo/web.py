@@ -158,7 +158,8 @@ def require_question(messages: Any) -> list[Message]:
             if [one["role"] for one in turns] == ["user", "assistant"] * (len(turns) // 2):
                 return messages
     raise ValueError(
-        "send messages that have only role and content, both text; user and assistant alternate, and the user is last"
+        "send a list of messages with only role and content, both text; user and assistant alternate, the "
+        "user first and last"
     )
 
 
@@ -195,7 +196,7 @@ class Handler(BaseHTTPRequestHandler):
         if not length.isdecimal():
             self.send_error(400, "Content-Length must be a number of bytes")
             return
-        if int(length) > MOST_BYTES:
+        if len(length) > 9 or int(length) > MOST_BYTES:
             self.send_error(413, "The conversation is too long: begin a new one")
             return
         try:

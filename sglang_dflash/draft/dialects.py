@@ -1,8 +1,8 @@
 """Conversion of a draft's `config.json` from the dialects of other trainers to z-lab's, which `checkpoint.py` reads.
 
 vLLM's trainer `speculators` nests the fields of the layers in an object, and counts target layers from 1. The trainer
-DeepSpec writes every field at the top level. Both trainers train DFlash's network, but also other networks, which are
-rejected.
+DeepSpec writes fields at the top level, or nests some in `dflash_config`. Both trainers train DFlash's network, but
+also other networks, which are rejected.
 """
 
 from collections.abc import Mapping
@@ -79,15 +79,14 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Convert DeepSpec's config. Its blocks are anchor-first unless one of the fields in `ANCHOR_FIRST` is false."""
     name = next(name for name in config["architectures"] if name.endswith(DEEPSPEC))
-    nested = config.get("dflash_config")
-    nested = nested if isinstance(nested, dict) else {}  # published drafts nest some fields
-    fields = {**config, **nested}
-    if fields.get("markov_rank"):
+    nested = config.get("dflash_config")  # published drafts nest some fields in it
+    nested = {key: value for key, value in nested.items() if value is not None} if isinstance(nested, dict) else {}
+    if rank := config.get("markov_rank") or nested.get("markov_rank"):
         raise NotSupported(
-            f"{path}: {name} with markov_rank {fields['markov_rank']} is DSpark; serve it with "
+            f"{path}: {name} with markov_rank {rank} is DSpark; serve it with "
             "--speculative-algorithm DSPARK, or give a DFlash draft"
         )
-    if all(fields.get(field) is not False for field in ANCHOR_FIRST):
+    if not any(fields.get(field) is False for fields in (config, nested) for field in ANCHOR_FIRST):
         raise NotSupported(
             f"{path}: {name} is a DeepSpec draft, and its blocks are anchor-first (slot 0 predicts the next token), "
             f'which is not supported; if it was trained otherwise, write "{ANCHOR_FIRST[0]}": false into config.json'
@@ -96,5 +95,5 @@ def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {
         **{field: value for field, value in config.items() if field not in inner},
         "architectures": [DFLASH],
-        "dflash_config": nested | {field: fields.get(field) for field in inner},
+        "dflash_config": nested | {field: nested.get(field, config.get(field)) for field in inner},
     }

@@ -97,7 +97,7 @@ def local_folder(source: str | Path) -> Path:
     """Return `source` if it is a folder, else the folder of the repository `source`, after downloading its files.
 
     Raises:
-        FileNotFoundError: `source` is neither a folder nor a repository's name, or has no config.json.
+        OSError: there is no such folder or repository, it has no config.json, or it cannot be fetched.
     """
     folder = Path(source)
     if not folder.is_dir():

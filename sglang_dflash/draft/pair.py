@@ -53,7 +53,7 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
 
 def unused(names: Iterable[str]) -> str:
     """Return a sentence for the log about unused tensors in a draft's files."""
-    return f"unused tensors: {', '.join(sorted(names))} (DFlash uses the target's embedding and head)"
+    return f"unused tensors: {', '.join(sorted(names))} (DFlash lacks them, or uses the target's)"
 
 
 def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int) -> None:

@@ -32,7 +32,7 @@ class TargetEnds(NamedTuple):
     """Embedding and head of the target. They are modules, not weights, so weight updates also apply to the draft."""
 
     embed: nn.Module  # token ids -> hidden
-    head: Any  # module with .weight [V, H], possibly quantized
+    head: Any  # module with .weight [V, H]; a quantized head may lack the weight
     n_vocab: int  # number of tokens in this rank's shard of the head; further rows are padding
     first_token: int  # token id of the first row of this rank's shard
     tp_group: GroupCoordinator | None  # ranks that split the head; None: each rank has the whole head

@@ -101,7 +101,7 @@ def check(names: Iterable[Name]) -> None:
         for member in name.members.split():
             if member not in known:
                 kind = "parameter" if inspect.isroutine(found) else "member"
-                raise HostMismatch(_sentence(f"{kind} {member!r} of {name.module}.{name.qualname}"))
+                raise HostMismatch(_sentence(name, f"{kind} {member!r} of {name.module}.{name.qualname}"))
 
 
 def _resolve(name: Name) -> Any:
@@ -109,14 +109,14 @@ def _resolve(name: Name) -> Any:
         found = importlib.import_module(name.module)
     except ModuleNotFoundError as error:
         if name.module.startswith(error.name or "."):
-            raise HostMismatch(_sentence(f"module {name.module}")) from None
+            raise HostMismatch(_sentence(name, f"module {name.module}")) from None
         raise HostMismatch(
             f"{name.module} imports {error.name}, which is not installed; sglang-dflash {__version__} needs "
             f"sglang {SGLANG} with its dependencies"
         ) from error
     for part in name.qualname.split("."):
         if not hasattr(found, part):
-            raise HostMismatch(_sentence(f"{name.module}.{name.qualname}"))
+            raise HostMismatch(_sentence(name, f"{name.module}.{name.qualname}"))
         found = getattr(found, part)
     return found
 
@@ -136,8 +136,8 @@ def _members(found: Any) -> set[str]:
     return members
 
 
-def _sentence(missing: str) -> str:
+def _sentence(name: Name, missing: str) -> str:
     version = importlib.import_module("sglang").__version__
-    if missing.removeprefix("module ").startswith("flashinfer"):
+    if name.module.startswith("flashinfer"):
         return f"FlashInfer lacks {missing}; install the version of flashinfer-python that sglang {SGLANG} requires"
     return f"sglang {version} lacks {missing}; sglang-dflash {__version__} needs the unmodified release sglang {SGLANG}"

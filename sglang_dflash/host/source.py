@@ -6,8 +6,10 @@ and those of its base classes.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +51,13 @@ def root() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("sglang is not installed")
     return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+def version() -> str:
+    """Return SGLang's version, from its source if that has one. Metadata of unpacked packages may be another's."""
+    path = root() / "sglang" / "_version.py"
+    found = re.search(r"^__version__ = .*'(.+)'", path.read_text(), re.MULTILINE) if path.is_file() else None
+    return found[1] if found else metadata.version("sglang")
 
 
 def file(module: str) -> Path | None:

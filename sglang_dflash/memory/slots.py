@@ -164,7 +164,7 @@ class RingSlots:
         return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2])
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return whether the full window would begin before the first token in the request's ring."""
+        """Return whether the request's ring lacks a context token within the window."""
         return bool(self.first_R_cpu[row] > max(prefix_len - self.window, 0))
 
     def _begin(self, rows_B: np.ndarray, prefix_B: np.ndarray, end_B: np.ndarray) -> None:

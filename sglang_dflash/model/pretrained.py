@@ -49,12 +49,14 @@ class DraftModel(Draft):
     ) -> Self:
         """Load a DFlash checkpoint from a folder or the Hugging Face hub, without executing its code.
 
+        The draft is in eval mode, and its parameters require no gradients.
+
         Args:
             dtype: dtype of the parameters; None: the checkpoint's.
 
         Raises:
             ValueError: config or tensors are not a DFlash draft's.
-            FileNotFoundError: `source` is neither a checkpoint's folder nor a repository's name.
+            OSError: there is no such folder or repository, or the repository cannot be fetched.
         """
         folder = files.local_folder(source)
         draft = cls(checkpoint.read(str(folder)))

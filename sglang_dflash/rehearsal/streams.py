@@ -284,7 +284,7 @@ def synchronize(device: object = None) -> None:
 
 
 def names() -> dict[str, Any]:
-    """Return the attributes of `torch.cpu` that this module replaces, by name."""
+    """Return this module's replacements for attributes of `torch.cpu`, by name of the attribute."""
     return {
         "Stream": Stream,
         "Event": Event,

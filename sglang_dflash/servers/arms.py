@@ -114,8 +114,8 @@ def environment_of(arm: str) -> dict[str, str]:
     env = dict(part.split("=", 1) for part in parts)
     if "PYTHONPATH" in env:  # an editable installation would still import its own kernels
         raise ValueError(
-            f"--arms {arm}: an arm may not set PYTHONPATH, because it could mix two versions of sglang-dflash; set it "
-            "for the whole command"
+            f"--arms {arm}: an arm may not set PYTHONPATH, because its kernels could be another checkout's; to compare "
+            "checkouts, install each and run the benchmark there"
         )
     return env
 

@@ -48,7 +48,7 @@ class DryRun:
         self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # whether batches have track slots, see `state.py`
 
     def run(self, kind: WidthPolicy) -> Policy:
-        """Warm up every width, measure step times, and return the policy of the given kind."""
+        """Warm up every width, and return the policy of `make_policy`. Step times are measured only for `Adaptive`."""
         n_requests, widths = self.runner.max_running_requests, sorted(self.stages.verifier.engines)
         with own_states(self.runner.req_to_token_pool, n_requests):
             self.warm_up(widths, n_requests)
@@ -184,8 +184,10 @@ def own_states(pool: ReqToTokenPool, n_requests: int) -> Iterator[None]:
     slot_R = pool.req_index_to_mamba_index_mapping
     before_R = slot_R.clone()
     slot_R[:n_requests] = torch.arange(n_requests, dtype=slot_R.dtype, device=slot_R.device) % pool.mamba_pool.size + 1
-    yield
-    slot_R.copy_(before_R)
+    try:
+        yield
+    finally:
+        slot_R.copy_(before_R)
 
 
 def peak_bytes(run: Callable[[], object], device: str) -> int:

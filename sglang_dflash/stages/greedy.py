@@ -83,8 +83,8 @@ class Shards(Whole):
 def keep_shards(processor: LogitsProcessor) -> None:
     """Change `processor` so that a verify ends with this rank's shard. Call this before graphs are captured.
 
-    SGLang has a special gather for soft-capped logits, in two methods of its processor. This function replaces both
-    methods, because `why_whole` excludes soft-capped heads.
+    SGLang's processor has two methods that gather soft-capped logits. `why_whole` excludes soft-capped heads, so these
+    methods have no other use. This function replaces them.
     """
 
     def is_verify(logits: object, hidden_states: object, head: object, metadata: LogitsMetadata) -> bool:

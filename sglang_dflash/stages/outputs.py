@@ -63,8 +63,8 @@ def sampling_masks_by_block(
 ) -> None:
     """Split the sampling masks in `output` by request, from [R * N, ...] to [R, N, ...].
 
-    R is the number of requests that need sampling masks. If there are none, this does nothing. The masks then also
-    contain each such request's number of committed tokens.
+    Also store each request's number of committed tokens in the masks. R is the number of requests that need sampling
+    masks, and N the width. Without such requests nothing changes.
     """
     masks = output.sampling_mask_output
     if masks is None:

@@ -171,6 +171,8 @@ def served_call(call: dict[str, Any], *, decode: bool) -> dict[str, Any]:
         )
     require_keys(call["function"], ("name", "arguments"), "the function of a tool call")
     arguments = call["function"].get("arguments")
+    if not isinstance(arguments, str | dict | None):
+        raise ValueError(f"the arguments of a tool call are {str(arguments)[:60]}; they must be a JSON object")
     if decode and isinstance(arguments, str):
         arguments = json_object(arguments)
     function = {"name": call["function"].get("name"), "arguments": arguments}

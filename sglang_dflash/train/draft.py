@@ -136,7 +136,8 @@ class DraftRun:
         """Return this process's part of the batch's loss, a scalar. The mean over processes is the batch's loss.
 
         Args:
-            rows: the whole batch, on the CPU. Each process takes its share of the rows and of their anchors.
+            rows: the whole batch, on the CPU. Each process takes its share of the rows, with all
+                anchors of these rows.
         """
         anchor_RA = self.anchors(rows, f"{self.settings.seed}/{step}")
         rank, n = self.ranks.rank, self.ranks.n

@@ -78,7 +78,8 @@ class ServerSource:
         if isinstance(error, APITimeoutError):
             return "see the server's log, then repeat the command"
         if isinstance(error, APIConnectionError):
-            return "start the server or correct --server (https needs a trusted certificate), then repeat the command"
+            https = " (https needs a certificate of a public authority)" if self.url.startswith("https:") else ""
+            return f"start the server or correct --server{https}, then repeat the command"
         if isinstance(error, NotFoundError) and self.url != with_v1(self.url):
             return f"repeat the command with --server {with_v1(self.url)}"
         if isinstance(error, AuthenticationError | PermissionDeniedError):
@@ -126,7 +127,7 @@ async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, n
     except BadRequestError as error:
         raise ValueError(
             f"the server rejects prompt {number + 1} ({error}); shorten or remove it, lower --max-tokens, or see "
-            "the server's log, then repeat the command. Lines already written are kept"
+            "the server's log, then repeat the command. Written lines are kept"
         ) from error
     answer = answer_of(reply.choices[0].message)
     return line | {"messages": [*line["messages"], answer]} if answer else None

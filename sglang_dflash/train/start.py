@@ -25,7 +25,7 @@ def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
     Raises:
         ValueError: the other draft has other settings, such as sizes or feature layers, or the target has fewer layers
             than the draft that it initialises.
-        FileNotFoundError: there is no such draft.
+        OSError: there is no such draft, or it cannot be fetched.
     """
     initialised(draft)
     if source == TARGET:

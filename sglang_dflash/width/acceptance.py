@@ -106,7 +106,10 @@ class Acceptance:
             self.batch, self.all_weight = scaled(self.batch, 1 / self.all_weight), 1.0
 
     def _share(self, own: Own, width: int, n_accepted: int, n_requests: int) -> None:
-        """Add a step to the counts of all requests, if the request is longer than a warm-up request."""
+        """Add a step to the counts over all requests, or keep it while its request may be a warm-up request.
+
+        Kept steps are added once the request has more than `WARM_UP` output tokens.
+        """
         steps = [*(own.kept or ()), (width, n_accepted)]
         if own.kept is not None and own.n_tokens <= WARM_UP:
             own.kept = steps

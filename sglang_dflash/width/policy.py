@@ -124,7 +124,7 @@ class Review(NamedTuple):
     look: Decision  # decision for a look
     block_s: float  # seconds of a step at the largest width
     price_s: float  # expected loss of a look, in seconds
-    saving_s: float  # seconds added to the budget for looks at each step
+    saving_s: float  # seconds that each step adds to the budget for looks
 
 
 class Adaptive(Policy):

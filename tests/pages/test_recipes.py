@@ -190,6 +190,7 @@ def test_a_gpu_has_the_flags_of_its_generation(gpu: str, other: str, capsys: pyt
         ),
         ("qwen3-coder-next", r"On 2 H100 of 79\.6 GiB, no request .*; add `-- --tp-size 4`, with which \d+ fit\.$"),
         ("qwen3.5-27b -- --quantization fp8", r"fit at once \(computed\)\. Not counted, .*: --quantization\.$"),
+        ("qwen3.5-35b-a3b -- --quantization fp8", r"with which \d+ fit\. Not counted, .*: --quantization\.$"),
         ("qwen3-coder-next -- --tp-size 4", r"On 4 H100 of 79\.6 GiB, \d+ requests of 8,192 tokens fit at once"),
         (
             "qwen3-8b -- --tp-size 3",

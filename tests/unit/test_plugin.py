@@ -97,6 +97,15 @@ def test_each_name_of_sglang_is_checked(name, sentence, sglang):
     assert str(mismatch.value).endswith(" needs the unmodified release sglang 0.5.23")
 
 
+def test_a_missing_name_of_flashinfer_is_not_blamed_on_sglang(sglang, monkeypatch):
+    bag = ModuleType("flashinfer")
+    bag.give = lambda: None
+    monkeypatch.setitem(sys.modules, "flashinfer", bag)
+    for name in (Name("flashinfer.sack", "Sack"), Name("flashinfer", "Bag"), Name("flashinfer", "give", "device")):
+        with pytest.raises(HostMismatch, match=r"^FlashInfer lacks .*; install the version of flashinfer-python that"):
+            host.check([name])
+
+
 def test_a_missing_dependency_of_sglang_is_named(sglang, monkeypatch, tmp_path):
     (tmp_path / "sack.py").write_text("import a_module_that_is_missing")
     monkeypatch.setattr(sglang, "__path__", [str(tmp_path)], raising=False)

@@ -53,7 +53,7 @@ def rows() -> list[StageCost]:
         both("the draft's layers", {B: product(DRAFT_BYTES, B * N) for B in BATCHES}),
         both("the draft's head", {B: product(HEAD_BYTES, B * (N - 1)) for B in BATCHES}),
         both("the drafts' argmax", {B: 2 * B * (N - 1) * VOCABULARY / BYTES_PER_MS for B in BATCHES}),
-        both("context K and V", {B: product(CONTEXT_KV_BYTES, B * N) for B in BATCHES}),
+        both("draft K and V from features (append)", {B: product(CONTEXT_KV_BYTES, B * N) for B in BATCHES}),
         StageCost("n-gram copies", COPY_MS, dict.fromkeys(BATCHES, 0.0)),
         both("kernels outside graphs", dict.fromkeys(BATCHES, OUTSIDE_MS)),
     ]

@@ -222,7 +222,7 @@ def test_a_missing_server_is_reported_before_a_download(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(
-        ServerError, match=r"http://127\.0\.0\.1:9 cannot be reached .*; start the server, or correct the URL$"
+        ServerError, match=r"no answer from http://127\.0\.0\.1:9 .*; start the server, or correct the URL$"
     ):
         main(["--base-url", "http://127.0.0.1:9", "--dataset", "gsm8k"])
 

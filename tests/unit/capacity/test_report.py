@@ -156,8 +156,9 @@ def test_files_count_only_if_the_index_lists_them_and_all_are_there(tmp_path):
     files = {"model.norm.weight": "model-1.safetensors"}
     index.write_text(json.dumps({"metadata": {"total_size": 500}, "weight_map": files}))
     assert read_target(folder).weight_bytes == 100
-    index.write_text(json.dumps({"metadata": {"total_size": 500}, "weight_map": files | {"x": "model-2.safetensors"}}))
-    assert read_target(folder).weight_bytes == 500
+    for absent in ("model-2.safetensors", "folder/model-2.safetensors", ""):
+        index.write_text(json.dumps({"metadata": {"total_size": 500}, "weight_map": files | {"x": absent}}))
+        assert read_target(folder).weight_bytes == 500
 
 
 def test_layers_by_interval_equal_layers_by_name():

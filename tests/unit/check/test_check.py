@@ -176,11 +176,13 @@ def test_an_environment_that_excludes_the_plugin_is_reported(variable, cure, rig
 
 
 def test_another_version_of_sglang_is_reported(monkeypatch):
-    monkeypatch.setattr(findings, "version", lambda package: "0.5.24")
+    monkeypatch.setattr(findings.source, "version", lambda: "0.5.24")
     with pytest.raises(
         RuntimeError, match=r"^sglang 0\.5\.24 is installed; install the unmodified release sglang 0\.5\.23"
     ):
         findings.contract()
+    monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
+    assert findings.contract() == "sglang 0.5.24 is installed; only SGLang's own worker can serve DFLASH"
 
 
 def test_missing_names_of_sglang_are_reported(monkeypatch):
@@ -188,7 +190,10 @@ def test_missing_names_of_sglang_are_reported(monkeypatch):
     monkeypatch.setitem(findings.SECTIONS, "served", (*findings.SECTIONS["served"], lacked))
     found = {finding.name: finding for finding in installation()}["host contract"]
     assert found == Finding(
-        "host contract", False, "sglang.srt.utils has no async_h2h; install the unmodified release sglang 0.5.23"
+        "host contract",
+        False,
+        "sglang.srt.utils has no async_h2h; install the unmodified release sglang 0.5.23, or set "
+        "SGLANG_DFLASH_WORKER=stock",
     )
 
 

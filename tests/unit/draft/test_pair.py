@@ -110,7 +110,7 @@ def test_a_push_skips_the_targets_tensors(caplog):
     with caplog.at_level(logging.INFO):
         require_all_known(["norm.weight", "model.embed_tokens.weight", "lm_head.weight"], {"norm.weight"})
     assert caplog.messages == [
-        "unused tensors: lm_head.weight, model.embed_tokens.weight (DFlash uses the target's embedding and head)"
+        "unused tensors: lm_head.weight, model.embed_tokens.weight (DFlash lacks them, or uses the target's)"
     ]
     with pytest.raises(ValueError, match=r"a DFlash draft has no tensor 'lm_head.bias'"):
         require_all_known(["lm_head.bias"], {"norm.weight"})

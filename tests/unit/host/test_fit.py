@@ -76,5 +76,5 @@ def test_padding_and_target_tensors_are_noted(draft: Checkpoint) -> None:
     padded = replace(draft, vocab_size=120, borrowed={"lm_head.weight": (128, 64), "embed_tokens.weight": (128, 64)})
     assert fit.notes(ARGUMENTS, TARGET, padded) == (
         "draft has vocab_size 120 and uses the target's embedding and head of 128 rows",
-        "draft: unused tensors: embed_tokens.weight, lm_head.weight (DFlash uses the target's embedding and head)",
+        "draft: unused tensors: embed_tokens.weight, lm_head.weight (DFlash lacks them, or uses the target's)",
     )

@@ -173,7 +173,7 @@ def test_an_unsharded_head_keeps_whole_logits():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"final_logit_softcapping": 30.0}, "soft-capped"),
+        ({"final_logit_softcapping": 30.0}, "the soft cap can round"),
         ({"use_attn_tp_group": True}, "does not gather them over the ranks"),
         ({"do_tensor_parallel_all_gather": False}, "does not gather them over the ranks"),
         ({"vocab_size": V - 1}, "vocabulary differs"),

@@ -98,6 +98,7 @@ def test_a_template_that_takes_functions_only() -> None:
         ({"role": "assistant", "thoughts": "x"}, "unknown key 'thoughts' in a message of role 'assistant'"),
         ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "content of a message is .* a text, or null"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]}, "must be a JSON object"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": [1]}}]}, "must be a JSON object"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]},
             "are '{'; they must be a JSON object",
