@@ -70,12 +70,14 @@ def read_text(path: Path) -> str:
     """Return the content of a file in UTF-8.
 
     Raises:
-        ValueError: the file has another encoding.
+        ValueError: the file has another encoding, or may not be read.
     """
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it to UTF-8") from None
+    except PermissionError:
+        raise ValueError(f"{path} cannot be read; change its permissions") from None
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -129,7 +131,7 @@ class Parser(ArgumentParser):
             words = [word.split("=")[0] for word in unknown[1].split() if word.startswith("--")]
             of_others = set(self.option_names()) - set(self._option_string_actions)
             if of_another := next(filter(of_others.__contains__, words), ""):
-                return f"; {of_another} is an option of another command, see this one's --help"
+                return f"; {of_another} is an option of another command, or stands before its command; see --help"
             found = next(filter(None, (nearest(word, self.option_names()) for word in words)), "")
             return found or (f"; {self.elsewhere}" if self.elsewhere else "")
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):

@@ -237,8 +237,8 @@ def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
     if draft_window is not None and arguments.page_size not in (None, 1):
         raise NotSupported(
             f"--enable-streaming-session is not supported with a draft window of {draft_window} tokens and a page size "
-            f"of {arguments.page_size} (a turn may start inside a page, the window cannot); set --page-size 1, or drop "
-            "--enable-streaming-session"
+            f"of {arguments.page_size} (a turn may start inside a page, the window cannot); set --page-size 1 with a "
+            "backend that keeps it, such as fa3 or triton, or drop --enable-streaming-session"
         )
 
 

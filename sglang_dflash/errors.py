@@ -6,7 +6,7 @@ support raises HostMismatch.
 """
 
 # Cure in error messages about launches that SGLang's own worker may be able to serve.
-STOCK = "set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker"
+STOCK = "serve it with SGLang's own worker (SGLANG_DFLASH_WORKER=stock)"
 
 
 class NotSupported(ValueError):

@@ -101,7 +101,7 @@ def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
 def on_h100(recipe: Recipe, further: Sequence[str]) -> str:
     """Return a sentence with the number of requests at once on H100s, if it can be computed."""
     if recipe.target not in models.TARGETS:
-        cure = "If the model does not fit, add `-- --tp-size N` for more cards."
+        cure = "If the model does not fit, set a larger --tp-size in the command."
         return f"An H100 has little more than half its memory. {cure}"
     from sglang_dflash.capacity import report  # imports take a tenth of a second
 
@@ -115,7 +115,9 @@ def on_h100(recipe: Recipe, further: Sequence[str]) -> str:
     if n_requests:
         fitting = f"On {cards}, {n_requests} requests of {found.serving.context:,} tokens fit at once (computed)."
         return " ".join((fitting, *found.not_counted))
-    ways = {f"add `-- {flag}`, with which {n} fit": flag for flag, n in better.items() if flag.startswith("--tp")}
+    ways = {
+        f"set {flag} in the command, with which {n} fit": flag for flag, n in better.items() if flag.startswith("--tp")
+    }
     cure = next(iter(ways), report.more(found.serving))
     none = f"On {cards}, no request of {found.serving.context:,} tokens fits (computed); {cure}."
     return " ".join((none, *found.not_counted))
@@ -127,7 +129,9 @@ def table(recipes: Iterable[Recipe]) -> str:
     rows += [(recipe.name, recipe.draft, *(n_cards(recipe, gpu) for gpu in GPUS)) for recipe in recipes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, "", "Numbers of cards. Requests at once: sglang-dflash docs recipes"])
+    return "\n".join(
+        [*lines, "", "The columns show numbers of cards. `sglang-dflash docs recipes` has the requests at once."]
+    )
 
 
 def n_cards(recipe: Recipe, gpu: str) -> str:
@@ -169,6 +173,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(words[:at])
     if options.name:
         options.name = find(options.name) or parser.error(unknown(options.name))
+    if not options.name and (options.gpu or options.run or at < len(words)):
+        parser.error("found no NAME; `sglang-dflash recipe` lists all")
     if options.name and not options.gpu:
         parser.error(f"no GPU is named for {options.name}; give --gpu {' or '.join((*GPUS, *ALIASES))}")
     return options, words[at + 1 :]

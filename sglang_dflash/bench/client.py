@@ -79,7 +79,7 @@ class HttpEngine(Engine):
             what += " (https needs a certificate of a public authority)" if self.url.startswith("https:") else ""
             raise ServerError(f"{self.name}: {what}") from error
         if expected is not None and self.kind is not expected:
-            what = f"{self.url} is no {expected} server (it answers like {self.kind})"
+            what = f"{self.url} answers as {self.kind} (by /server_info and /version), not as {expected}"
             raise ServerError(f"{self.name}: {what}; drop --backend, or give another URL")
         self.model = self.model or served[0]
         if self.model not in served:
@@ -108,7 +108,7 @@ class HttpEngine(Engine):
         """
         if isinstance(prompt, TokenIds) and self.kind is not ServerKind.SGLANG:
             cure = 'drop --dataset hopeless, and lines of --data with "input_ids"'
-            what = f"{self.url} is no SGLang server, and only these are sent token ids; {cure}"
+            what = f"{self.url} is no SGLang server, and token ids are sent only to SGLang servers; {cure}"
             raise ServerError(f"{self.name}: {what}")
         body, sent = sampling.body(self.model, prompt), time.perf_counter()
         with self._answering():
@@ -209,7 +209,7 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     """Return the JSON object that a response with status 200 contains; else empty."""
     try:
         found = response.json() if response.status_code == 200 else {}
-    except json.JSONDecodeError:
+    except ValueError:  # no JSON, or no UTF-8
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -28,7 +28,8 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         unit = "character" if str in (type(self.expected), type(self.found)) else "token"
-        return f"prompt {self.prompt}, {unit} {self.position}: expected {self.expected}, found {self.found}"
+        expected, found = ("the end" if one is None else repr(one) for one in (self.expected, self.found))
+        return f"prompt {self.prompt + 1}, {unit} {self.position + 1}: expected {expected}, found {found}"
 
 
 class Unequal(NamedTuple):
@@ -71,9 +72,9 @@ def require_equal(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, 
     red = [one for one in unequal if not (gap and is_near_tie(one, likeliest, gap))]
     if red:
         shown = "; ".join(f"{one.where}, {one.difference}" for one in red[:N_NAMED])
-        cure = f"raise --tie-gap {gap:g}" if gap else "in 16 bits, accept near ties of SGLang servers with --tie-gap"
+        cure = f"raise --tie-gap {gap:g}" if gap else "in bf16, accept near ties of SGLang servers with --tie-gap 0.25"
         raise GateError(
             f"{len(red)} answers differ from those of {first}, so no speed is shown; {shown}; "
-            f"{cure}, or drop --require-equal"
+            f"{cure}, or leave out --require-equal (--preset contains it)"
         )
     return len(unequal)

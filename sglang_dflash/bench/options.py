@@ -29,7 +29,8 @@ examples:
         --dataset gsm8k --num-prompts 128 --concurrency 1 --enable-thinking
   several running servers, compared with the first
     sglang-dflash bench --base-url off=http://127.0.0.1:30000 ours=http://127.0.0.1:30001 --dataset math500
-  servers started here: no speculation (off), SGLang's DFLASH (stock), this plugin (ours); a model card's flags after --
+  servers started here: no speculation (off), the target's MTP layers if it has any (mtp), SGLang's DFLASH (stock), this
+  plugin (ours); a model card's flags after --
     sglang-dflash bench --serve --dataset gsm8k humaneval -- --model-path Qwen/Qwen3.5-27B \\
         --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --attention-backend fa3
   one worker with different environments, and no result unless their answers are equal
@@ -121,7 +122,8 @@ def parse(
     options.server_flags = server_flags
     try:
         _check(options)
-        at_once = int(arms.value_of("--max-running-requests", server_flags) or 0)
+        text = arms.value_of("--max-running-requests", server_flags) or ""
+        at_once = int(text) if text.isdecimal() else 0  # SGLang refuses a value that is no number
         if env and max(options.concurrency) > at_once:
             limit = f"the servers of --preset {options.preset} run {at_once} requests at once; give at most {at_once}"
             raise ValueError(f"--concurrency {max(options.concurrency)}: {limit}")
@@ -233,8 +235,8 @@ def _add_how(add: Add) -> None:
     add(
         "--output",
         type=Path,
-        metavar="PATH",
-        help="path of the results, to which .json and logs are added (default: dflash-bench-<time>)",
+        metavar="PREFIX",
+        help="beginning of the output files: PREFIX.json, and PREFIX-ARM.log (default: dflash-bench-<time>)",
     )
 
 
@@ -268,7 +270,9 @@ def _check(options: argparse.Namespace) -> None:
             "start it without torchrun, or unset WORLD_SIZE"
         )
     if options.require_equal and options.temperature > 0:
-        raise ValueError(f"--require-equal needs greedy answers; drop it, or --temperature {options.temperature}")
+        raise ValueError(
+            f"--require-equal (also of --preset) needs greedy answers; drop --temperature {options.temperature}"
+        )
     if options.tie_gap and not options.require_equal:
         raise ValueError("--tie-gap needs --require-equal; add it, or drop --tie-gap")
     counts = [n for several in options.concurrency or () for n in several]

@@ -5,6 +5,7 @@ speedup over the first arm, and the acceptance length averaged over concurrencie
 """
 
 import argparse
+import os
 import shlex
 import statistics
 from collections import Counter
@@ -34,7 +35,7 @@ METHOD = (
     "few unmeasured prompts. n_steps by width: number of steps of each verify width that this plugin's server took in "
     "a turn. steps_by_width: shares of these steps in all turns of a task and concurrency. means: over a task's "
     "concurrencies, per repeat. other_cores: CPU cores used meanwhile by other processes than the server and the "
-    "client; absent if the server runs on another machine."
+    "client; null for servers of --base-url."
 )
 FEW_STEPS = 100  # turns with fewer steps cause a warning: verify widths need some tens of steps to adapt
 FLUSHED = "emptied before every turn"
@@ -110,11 +111,12 @@ def warnings(report: BenchReport) -> Iterator[str]:
     unequal = [line for line in report.lines if line.n_equal is not None and line.n_equal < line.n_answers]
     for name, lines in groupby(sorted(unequal, key=lambda line: line.arm), key=lambda line: line.arm):
         mine = list(lines)
-        counts = [f"{x.task} at {x.concurrency}, {x.n_answers - (x.n_equal or 0)} of {x.n_answers}" for x in mine]
+        counts = [
+            f"{x.n_answers - (x.n_equal or 0)} of {x.n_answers} ({x.task}, {x.concurrency} in flight)" for x in mine
+        ]
         example = mine[0].first_differences[0]
-        differ = f"answers that differ from those of {first} at the first concurrency"
-        yield f"{name}: {differ}: {'; '.join(counts)} ({example})."
-    yield from noise(report.rows, report.about["machine"]["cores"])
+        yield f"{name}: these answers differ from those of {first}: {'; '.join(counts)} ({example})."
+    yield from noise(report.rows, os.cpu_count() or 1)
 
 
 def few_steps(turns: Sequence[Mapping[str, Any]], adapting: Collection[str]) -> Iterator[str]:
@@ -127,8 +129,8 @@ def few_steps(turns: Sequence[Mapping[str, Any]], adapting: Collection[str]) -> 
     short = [turn for turn in turns if turn["arm"] in adapting and sum(turn["n_steps"].values()) < FEW_STEPS]
     for name in dict.fromkeys(turn["arm"] for turn in short):
         yield (
-            f"{name}: some turns had fewer than {FEW_STEPS} steps, in which widths still adapt; raise "
-            "--max-new-tokens, or --num-prompts with --base-url or --one-at-a-time."
+            f"{name}: some turns had fewer than {FEW_STEPS} steps, and verify widths need more to adapt; raise "
+            "--max-new-tokens. With --base-url or --one-at-a-time more --num-prompts help too."
         )
 
 
@@ -137,7 +139,7 @@ def noise(rows: Sequence[Row], cores: int) -> Iterator[str]:
     busiest = max((row.other_cores for row in rows if row.other_cores is not None), default=0.0)
     if busiest > QUIET * cores:
         yield (
-            f"Not a quiet machine: other processes kept {busiest:.1f} of {cores} cores busy; do not quote these "
+            f"Not a quiet machine: other processes kept {busiest:.1f} cores busy, of {cores}; do not quote these "
             "numbers."
         )
 
@@ -149,7 +151,7 @@ def table(report: BenchReport) -> Table:
     caption = (
         f"up to {about['max_new_tokens']} new tokens, temperature {about['temperature']:g}, thinking "
         f"{'on' if about['thinking'] else 'off'}; median (min–max) of {about['repeats']} interleaved repeats"
-        + ("; answers equal in all arms" if about["gate"] else "")
+        + ("; answers equal in all arms, except near ties" if about["gate"] else "")
     )
     device = " + ".join(where["gpus"]) or where["cpu"]
     title = f"{device}, {where['cores']} cores, SGLang {about['versions']['sglang']}, commit {about['commit']}"

@@ -1,7 +1,7 @@
 """Arm whose server the benchmark starts and stops itself."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,5 +82,6 @@ def kept_in_memory(engines: Sequence[ServedEngine], console: Console) -> Iterato
                 engine.keep = True
         yield
     finally:
-        for engine in engines:
-            engine.server.stop()
+        with ExitStack() as stack:  # an error of one stop must not keep the other servers
+            for engine in engines:
+                stack.callback(engine.server.stop)

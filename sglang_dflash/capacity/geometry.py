@@ -100,7 +100,8 @@ class Config(Fields):
         if unknown or self.get("use_sliding_window"):
             raise ValueError(
                 f"{self.name}: layers with {min(unknown, default='a window')} cannot be computed; launch it, "
-                "and see SGLang's log: max_running_requests, or if less max_total_num_tokens / tokens of a request"
+                "and read SGLang's log: the requests are max_running_requests, or max_total_num_tokens divided by the "
+                "tokens of a request if that is less"
             )
         if len(kinds) != n_layers:
             raise ValueError(

@@ -41,6 +41,10 @@ def find(name: str, known: Mapping[str, Model]) -> Model:
     for other in NOT_AT_HAND:
         if is_called(other, name):
             raise ValueError(f"{other}: its config is not in this package; pass a directory with its config.json")
+    if Path(name).is_dir():
+        raise ValueError(
+            f"{name} has no config.json; give the directory that holds it (of the hub's cache: a snapshot)"
+        )
     raise ValueError(
         f"{name} is no directory, no config.json and none of the models known here "
         f"({', '.join(other.split('/')[-1] for other in known)}); pass a directory with its config.json"

@@ -51,7 +51,7 @@ class CapacityParser(Parser):
 
     def error(self, message: str) -> NoReturn:
         if self.raises:
-            raise ValueError(message)
+            raise ValueError(message + self.suggestion(message))
         super().error(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -40,7 +40,7 @@ RATIOS = [tenth / 10 for tenth in range(1, 101)]  # tried values of --mamba-full
 TP_SIZES = (2, 4, 8)
 LIMITS = {"--max-total-tokens": "max_tokens", "--max-mamba-cache-size": "n_states"}  # flag -> field of `Serving`
 WINDOW = 4096  # tried value of --speculative-draft-window-size
-MORE = "for more, raise --mem-fraction-static, or use more or larger cards"
+MORE = "for more, raise --mem-fraction-static, use more or larger cards, or lower --context"
 NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
 
 
@@ -135,8 +135,8 @@ def remarks(options: argparse.Namespace) -> Iterator[str]:
     if others:
         yield f"Not counted, but may change these numbers: {', '.join(others)}."
     if of_fraction:
-        changed = ", ".join(of_fraction)
-        yield f"Not counted: {changed}. It changes SGLang's default for --mem-fraction-static, so give that flag too."
+        shown = ", ".join(of_fraction)
+        yield f"Not counted: {shown}. SGLang's default for --mem-fraction-static depends on it, so give that flag too."
 
 
 def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
@@ -205,7 +205,11 @@ def table(report: Report) -> Table:
 def sentences(report: Report) -> Iterator[str]:
     """Yield a line with each worker's limit and the flags that raise it, then the sources of the numbers."""
     for worker, result in report.results.items():
-        count = f"{result.requests} requests at once" if result.requests else "cannot start"
+        count = (
+            f"{result.requests} requests at once"
+            if result.requests
+            else f"no request of {report.serving.context:,} tokens fits"
+        )
         changes = ((flag if flag.startswith("without") else f"with {flag}", n) for flag, n in lifts(report, worker))
         better = " or ".join(f"{n} {change}" for change, n in changes)
         yield f"{NAMES[worker]}: {count}, bounded by {result.bound}; {better or more(report.serving)}."

@@ -19,6 +19,7 @@ FORMS = "%(prog)s [--json] [--draft-steps N] [LAUNCH FLAGS] | --server URL | --m
 OWN = ("--json", "--draft-steps", "--server", "--gpu-memory")
 # Beginnings of flags that can select DFLASH: SGLang accepts abbreviations, and flags in a file.
 SELECTING = ("--spec", "--config")
+NOT_READ = ("--config", "--revision", "--speculative-draft-model-revision")  # launch flags unknown to --draft-steps
 
 
 def help_text() -> str:
@@ -50,6 +51,7 @@ def refusal(flags: Sequence[str]) -> str:
         return "found a whole command; give only the flags after sglang.launch_server or sglang serve"
     if not flags[0].startswith("-"):
         meant = f"--server {flags[0]}" if "://" in flags[0] else f"--model {flags[0]} --gpu-memory GIB"
+        meant = f"--model-path {flags[0]}" if any(word.startswith(SELECTING) for word in flags) else meant
         return f"{flags[0]} stands without an option; did you mean {meant}?"
     if any(word.startswith(SELECTING) for word in flags):
         return ""
@@ -67,15 +69,17 @@ def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
     command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or [silence(ended.returncode)]
+        lines = [] if ended.returncode == -SIGKILL else ended.stderr.strip().splitlines()
+        lines = lines or [silence(ended.returncode)]
         return [Finding("launch", False, lines[-1])]
     return [Finding(**finding) for finding in json.loads(ended.stdout.splitlines()[-1])]
 
 
 def silence(status: int) -> str:
     """Return an error for an end of SGLang without a message."""
-    killed = "the system killed it, most often because memory ran out: free memory"
-    cure = killed if status == -SIGKILL else "start `python -m sglang.launch_server` with these flags for its log"
+    if status == -SIGKILL:
+        return "the system killed SGLang, most often because memory ran out; free memory"
+    cure = "start `python -m sglang.launch_server` with these flags for its log"
     return f"SGLang ended with status {status} and printed nothing; {cure}"
 
 
@@ -121,11 +125,19 @@ def main(argv: Sequence[str]) -> int:
     if any(argument.split("=")[0] == "--gpu-memory" for argument in argv):
         from sglang_dflash.capacity import report
 
+        if any(argument.split("=")[0] == "--draft-steps" for argument in argv):
+            print("check: --draft-steps does not go with --gpu-memory; drop one of them", file=sys.stderr)
+            return 1
         return report.main(argv)
     own = Parser(prog="sglang-dflash check", usage=FORMS, add_help=False, allow_abbrev=False)
     own.add_argument("--json", action="store_true")
     own.add_argument("--draft-steps", type=count, default=0)
     mine, launch_flags = own.parse_known_args(argv)
+    not_read = [flag for flag in NOT_READ if any(word.split("=")[0] == flag for word in launch_flags)]
+    if mine.draft_steps and not_read:
+        cure = "download both models, and give their folders"
+        print(f"check: --draft-steps does not read {not_read[0]}; {cure}", file=sys.stderr)
+        return 1
     if launch_flags and (reason := refusal(launch_flags)):
         print(f"check: {reason}", file=sys.stderr)
         return 1

@@ -91,7 +91,7 @@ def verdict(shares: dict[int, float], n_steps: int) -> str:
         )
     if shares[0] < USEFUL:
         raise ValueError(
-            f"hardly any draft is accepted ({shown}): perhaps it was trained for another target or other text; "
-            "give this target's draft"
+            f"hardly any draft is accepted ({shown}, {n_steps} steps): perhaps it was trained for another target or "
+            "other text; give this target's draft, or with fewer than 20 steps raise --draft-steps"
         )
     return f"accepted as it is: {shares[0]:.0%} of the first drafts of {n_steps} steps"

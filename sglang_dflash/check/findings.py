@@ -61,8 +61,8 @@ def sentence(refusal: Exception) -> str:
     """
     if isinstance(refusal, AttributeError):
         return (
-            f"SGLang cannot read this model with these flags ({refusal}); "
-            "drop the flag that the model does not fit, most often a field of --json-model-override-args"
+            f"this model cannot be read with these flags ({refusal}); drop flags that do not fit the model, such as "
+            "--json-model-override-args or --draft-steps"
         )
     if isinstance(refusal, json.JSONDecodeError):
         return f"{refusal.doc[:80]!r} is not JSON ({refusal}); fix the flag or the file with this text"

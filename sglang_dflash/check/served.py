@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 from sglang_dflash.width.cost import table
 
@@ -22,7 +22,7 @@ def fetch(url: str) -> dict[str, Any]:
         raise ValueError(f"--server {url} has no http://; did you mean http://{url}?")
     info = f"{url.rstrip('/')}/server_info"
     try:
-        with urlopen(info, timeout=30) as response:
+        with build_opener(ProxyHandler({})).open(info, timeout=30) as response:
             states = json.load(response)["internal_states"]
     except HTTPError as error:
         with_key = "check sends no API key: use curl with the header `Authorization: Bearer KEY`"
@@ -34,8 +34,8 @@ def fetch(url: str) -> dict[str, Any]:
         raise OSError(f"{info} answers {error.code} {error.reason}; {cure}") from error
     except (OSError, HTTPException) as error:
         raise OSError(
-            f"no SGLang server answers at {url}: {error}; start it, or give the URL it listens on (https needs a "
-            "trusted certificate)"
+            f"no SGLang server answers at {url}: {error}; start it, or give the URL it listens on"
+            + (" (https needs a trusted certificate)" if url.startswith("https:") else "")
         ) from error
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
@@ -61,7 +61,7 @@ def render(dflash: dict[str, Any]) -> str:
         lines.append(width["account"])
     if dflash["copies"]:
         n_blocks, n_drafts = (sum(counts) for counts in zip(*dflash["copies"], strict=True))
-        lines.append(f"n-gram copies: {n_blocks} blocks continued by one, {n_drafts} copied drafts accepted")
+        lines.append(f"n-gram copies: {n_blocks} blocks had a copy, and {n_drafts} copied drafts were accepted")
     return "\n".join(lines)
 
 

@@ -112,13 +112,12 @@ class CpuAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         refuse(
             "torch_native attention",
-            {
-                "a latent-attention (MLA) model": model_runner.use_mla_backend,
-                "a separate KV pool for sliding layers (add --disable-hybrid-swa-memory)": isinstance(
-                    self.token_to_kv_pool, SWAKVPool
-                ),
-            },
+            {"a latent-attention (MLA) model": model_runner.use_mla_backend},
         )
+        if isinstance(self.token_to_kv_pool, SWAKVPool):
+            raise NotImplementedError(
+                "the CPU platform has no separate KV pool for sliding layers; add --disable-hybrid-swa-memory"
+            )
         self._rectangles: list[Rectangle] = []
         self._segments: list[Segment] = []
         self._known_layers: set[int] = set()

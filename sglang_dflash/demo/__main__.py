@@ -139,7 +139,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(
             f"[bold]sglang-dflash {version('sglang-dflash')}[/] on SGLang {version('sglang')}, CPU only: {show.name}"
         )
-        console.print("[dim]Two servers start; most of that time is SGLang importing its packages.[/]")
+        console.print("[dim]Two servers start. Most of the time goes into importing SGLang.[/]")
         wait_ready([on, off], console)
         require_worker(options.arm, on)
         for server in (on, off):  # not shown, because a server's first request includes lazy set-up
@@ -156,8 +156,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave a server running
         console.print("\n[dim]stopping[/]")
-        on.stop()
-        off.stop()
+        try:
+            on.stop()
+        finally:
+            off.stop()
 
 
 if __name__ == "__main__":

@@ -145,8 +145,8 @@ def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[t
         other = [kind for kind in kinds if kind in causal and given not in (None, causal[kind])]
         if other:
             raise NotSupported(
-                f"{path}: {name}={given} on {other[0]} layers is not DFlash (full layers see their block, sliding "
-                f"layers look back, or both ways with is_causal=false); {_causal_cure(name, given)}"
+                f"{path}: {name}={given} does not fit {other[0]} layers (in DFlash full layers see the whole block; "
+                f"sliding layers look back, or with is_causal=false both ways); {_causal_cure(name, given)}"
             )
     return kinds, sliding_is_causal
 

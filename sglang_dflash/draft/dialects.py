@@ -8,13 +8,14 @@ also other networks, which are rejected.
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_dflash.draft import files
 from sglang_dflash.draft.record import SLIDING
-from sglang_dflash.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH
+from sglang_dflash.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH, GIVE
 from sglang_dflash.errors import NotSupported
 
 SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # architecture name; suffix of names like Qwen3DSparkModel
 LAYERS = "transformer_layer_config"  # object in which speculators nests the fields of the layers
-WHOLE = "train the draft with the whole vocabulary (draft_vocab_size equal to vocab_size)"
+WHOLE = "give a draft with the whole vocabulary (draft_vocab_size equal to vocab_size), or train one"
 
 
 def names_draft(config: Mapping[str, Any]) -> bool:
@@ -22,9 +23,18 @@ def names_draft(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures") or ()
     return (
         not (ARCHITECTURES.keys() | {SPECULATORS}).isdisjoint(names)
-        or any(name.endswith(DEEPSPEC) for name in names)
+        or any(str(name).endswith(DEEPSPEC) for name in names)
         or config.get("speculators_model_type") == "dflash"
     )
+
+
+def is_draft(path: str) -> bool:
+    """Return whether the checkpoint's config names a DFlash draft; False if no config can be read."""
+    try:
+        config = files.read_config(path, None)
+    except ValueError:
+        return False
+    return names_draft(config)
 
 
 def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
@@ -37,7 +47,7 @@ def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     names = config.get("architectures") or ()
     if LAYERS in config or "speculators_model_type" in config or SPECULATORS in names:
         return _of_speculators(config, path)
-    if any(name.endswith(DEEPSPEC) for name in names):
+    if any(str(name).endswith(DEEPSPEC) for name in names):
         return _of_deepspec(config, path)
     return config
 
@@ -78,7 +88,7 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Convert DeepSpec's config. Its blocks are anchor-first unless one of the fields in `ANCHOR_FIRST` is false."""
-    name = next(name for name in config["architectures"] if name.endswith(DEEPSPEC))
+    name = next(name for name in config["architectures"] if str(name).endswith(DEEPSPEC))
     nested = config.get("dflash_config")  # published drafts nest some fields in it
     nested = {key: value for key, value in nested.items() if value is not None} if isinstance(nested, dict) else {}
     if rank := config.get("markov_rank") or nested.get("markov_rank"):
@@ -89,7 +99,8 @@ def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     if not any(fields.get(field) is False for fields in (config, nested) for field in ANCHOR_FIRST):
         raise NotSupported(
             f"{path}: {name} is a DeepSpec draft, and its blocks are anchor-first (slot 0 predicts the next token), "
-            f'which is not supported; if it was trained otherwise, write "{ANCHOR_FIRST[0]}": false into config.json'
+            f'which is not supported; if it was trained otherwise, write "{ANCHOR_FIRST[0]}": false into config.json, '
+            f"else {GIVE}"
         )
     inner = ("mask_token_id", "target_layer_ids")
     return {

@@ -150,15 +150,16 @@ def weight_files(folder: Path) -> list[Path]:
     other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
     if other:
         raise ValueError(
-            f"{folder} has no *.safetensors, only {', '.join(other)}; convert the draft's weights to safetensors"
+            f"{folder} has no *.safetensors, but {', '.join(other)}; convert these to safetensors if they hold the "
+            "weights, else fetch the draft again"
         )
     raise ValueError(f"{folder} has a config.json and no *.safetensors; fetch the draft's weights")
 
 
 def _own_mask(source: str | Path) -> NotSupported:
     return NotSupported(
-        f"{source} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; give another draft, or "
-        f"give the folder of this one and {STOCK}"
+        f"{source} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; give another draft, or from "
+        f"a local folder {STOCK}"
     )
 
 
@@ -195,8 +196,8 @@ def _hub_config(repository: str, revision: str | None) -> Path:
     except NOT_FETCHED as error:
         raise ValueError(
             f"--speculative-draft-model-path {repository} is no directory and cannot be fetched "
-            f"({type(error).__name__}); give a directory, or the id of a repository with a config.json. If it is "
-            "private or gated, run `hf auth login` first"
+            f"({type(error).__name__}); give a directory, or the id of a repository with a config.json. Without a "
+            f"network, run `hf download {repository}` elsewhere first; if it is private or gated, `hf auth login`"
         ) from None
 
 
@@ -209,18 +210,18 @@ def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
 
 
 def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Shapes]]:
+    which = repository if revision is None else f"{repository} --revision {revision}"
     try:
         files = HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata
         has_own_mask = HfApi().file_exists(repository, MASK_EMBEDDING, revision=revision)
     except NotASafetensorsRepoError:
         raise ValueError(
-            f"{repository} has no model.safetensors and no index of one; convert the draft to safetensors, or, if its "
-            f"files have other names, run `hf download {repository}`. If it is private, run `hf auth login` first"
+            f"{repository} has no model.safetensors and no index of one; if it has other *.safetensors, run "
+            f"`hf download {which}`, else convert its weights. If it is private, run `hf auth login` first"
         ) from None
     except SafetensorsParsingError as error:
         raise ValueError(f"{repository}: its weights are damaged ({error}); give another draft or revision") from None
     except (HfHubHTTPError, OfflineModeIsEnabled, TransportError) as error:
-        which = repository if revision is None else f"{repository} --revision {revision}"
         raise ValueError(
             f"{repository}: its weights are not here and cannot be fetched ({type(error).__name__}); "
             f"run `hf download {which}` on a machine with access, and give the folder"

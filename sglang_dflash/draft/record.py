@@ -89,7 +89,9 @@ class Checkpoint:
             )
         ids = self.target_layer_ids
         if not ids or any(left >= right for left, right in pairwise((-1, *ids))):
-            raise ValueError(f"{path}: target_layer_ids {list(ids)} do not increase; fix config.json")
+            raise ValueError(
+                f"{path}: target_layer_ids {list(ids)} do not increase; fix config.json, or give another draft"
+            )
         self._check_second()
 
     def _check_second(self) -> None:

@@ -213,11 +213,11 @@ class DFlashDraftModel(nn.Module):
             ends: the target's embedding and head.
             max_position: number of served positions, one more than the largest position.
         Raises:
-            ValueError: the checkpoint lacks a tensor.
+            ValueError: a tensor was not loaded.
         """
         missing = sorted(self.needed - self.loaded)
         if missing:
-            raise ValueError(f"draft checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
+            raise ValueError(f"the draft's load format left out {missing[0]!r}; drop --speculative-draft-load-format")
         # `object.__setattr__` bypasses nn.Module, so that the target's weights do not become parameters of the draft.
         object.__setattr__(self, "ends", ends)
         attentions = self.attentions

@@ -155,13 +155,14 @@ def _refuse_anchor_first(config: Mapping[str, Any], path: str, inside: str = "")
 
 
 def _refuse_quantized(config: Mapping[str, Any], path: str) -> None:
-    found = config.get("quantization_config") or config.get("compression_config")
-    if not found:
+    key = next((key for key in ("quantization_config", "compression_config") if config.get(key)), "")
+    if not key:
         return
+    found = config[key]
     of = found if isinstance(found, dict) else {}
     words = ", ".join(str(of[name]) for name in ("quant_method", "format") if of.get(name)) or repr(found)
     raise NotSupported(
-        f"{path}: quantization_config is {words}: quantized draft checkpoints are not supported; give the "
+        f"{path}: {key} is {words}: quantized draft checkpoints are not supported; give the "
         "unquantized draft (--speculative-draft-model-quantization fp8 quantizes it while it loads), or "
         f"{STOCK}"
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
 
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
@@ -52,10 +53,12 @@ def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kw
         for_draft = isinstance(updater.get_model(), DFlashDraftModel)
         if str(error) == QUANTIZED:
             return False, QUANTIZED
+        if isinstance(error, NotImplementedError | torch.OutOfMemoryError):
+            return False, str(error)
         model, other = ("draft", "target") if for_draft else ("target", "draft")
         return False, (
             f"the {model} cannot take these tensors ({type(error).__name__}: {error}); push the {other}'s with "
-            f'"selector": "{other}", and the {model}\'s again: some of its weights may already be replaced'
+            f'"selector": "{other}", correct others, and push the {model}\'s again: some weights may be replaced'
         )
 
 

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash.draft import checkpoint
-from sglang_dflash.draft import files as draft_files
-from sglang_dflash.draft.dialects import names_draft
+from sglang_dflash.draft.dialects import is_draft
 from sglang_dflash.draft.pair import check_borrowed
 from sglang_dflash.draft.record import SECOND, Checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
@@ -66,15 +65,6 @@ def own_checkpoint_only(
         return stock(updater, model_path, *args, **kwargs)
 
     return update
-
-
-def is_draft(path: str) -> bool:
-    """Return whether the checkpoint's config names a DFlash draft; False if no config can be read."""
-    try:
-        config = draft_files.read_config(path, None)
-    except ValueError:
-        return False
-    return names_draft(config)
 
 
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int, block_size: int) -> None:

@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dflash.draft.dialects import is_draft
 from sglang_dflash.host import contract
 from sglang_dflash.host.increments import hook_parsers
 from sglang_dflash.host.names import HOOKS, SECTIONS
@@ -36,7 +37,10 @@ MOST_ANSWERS = 2**16
 
 
 def hook_tokenizer() -> None:
-    """Set the hooks of a process that tokenizes. They check requests, and parse streamed answers piece by piece."""
+    """Set the hooks of a process that tokenizes. They check requests, and parse streamed answers piece by piece.
+
+    A further hook keeps the server's model name if `/update_weights_from_disk` has loaded a draft.
+    """
     hook_parsers()
     contract.check(SECTIONS["admission"])
     contract.set_hooks(
@@ -44,8 +48,15 @@ def hook_tokenizer() -> None:
             HOOKS["asked"]: (check_asked, HookType.AFTER),
             HOOKS["prompt"]: (check_prompt, HookType.AROUND),
             HOOKS["tokenized"]: (check_parameters, HookType.AFTER),
+            HOOKS["renamed"]: (keep_name, HookType.AROUND),
         }
     )
+
+
+def keep_name(stock: Callable[..., None], manager: Any, model_path: str, load_format: str) -> None:
+    """Leave out the renaming for a draft. Hook around `TokenizerManager._update_model_path_info`."""
+    if not is_draft(model_path):
+        stock(manager, model_path, load_format)
 
 
 def check_asked(_: None, request: GenerateReqInput) -> None:

@@ -59,7 +59,7 @@ def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
     if arguments.attention_dp:
         n_ranks //= arguments.attention_dp_size
         flags += f", {arguments.attention_dp_size} groups of data-parallel attention"
-        cure = "use a --tp-size that gives each group"
+        cure = "set --tp-size or --attn-dp-size so that the ranks of a group are"
     n_heads, kv = draft.num_attention_heads, draft.num_key_value_heads
     fits = [n for n in range(1, n_heads + 1) if n_heads % n == 0 and (kv % n == 0 or n % kv == 0)]
     if n_ranks not in fits:
@@ -80,8 +80,9 @@ def load_format(arguments: Arguments) -> str | None:
     """
     if arguments.draft_load_format == DUMMY:
         raise NotSupported(
-            f"--speculative-draft-load-format {DUMMY} is not supported with DFLASH (drafts of random weights are "
-            "rejected); drop the flag: the draft is loaded from its files even with --load-format dummy"
+            f"--speculative-draft-load-format {DUMMY} is not supported with DFLASH (with random weights hardly any "
+            "draft token would be accepted); drop the flag: the draft is loaded from its files even with "
+            "--load-format dummy"
         )
     by_default = None if arguments.load_format in PLAIN else "auto"
     return arguments.draft_load_format or by_default

@@ -178,7 +178,8 @@ class Rings:
         if rings >= available:
             raise ValueError(
                 f"the draft's ring buffers for {n_requests} requests take {rings / 2**30:.1f} GiB, and "
-                f"{available / 2**30:.1f} GiB are free; lower --max-running-requests, or raise --mem-fraction-static"
+                f"--mem-fraction-static leaves {available / 2**30:.1f} GiB for them and the target's K/V; raise it, "
+                "or lower --max-running-requests or the draft window"
             )
         return available - rings
 

@@ -131,7 +131,8 @@ METRICS = (
         ("pool",),
         "Slots of a pool. `rings`: ring buffers of the draft's context K/V (with a draft window). `states`: recurrent "
         "states (hybrid targets).",
-        "Too small: `sglang-dflash check --model NAME --gpu-memory GIB` names the limit and the flag that raises it.",
+        "Too small: `sglang-dflash check --gpu-memory GIB` with the launch flags names the limit and the flag that "
+        "raises it.",
     ),
     Metric(
         "pool_in_use",
@@ -139,8 +140,8 @@ METRICS = (
         "rings, states",
         ("pool",),
         "Slots held by requests. States held only by the prefix cache are not counted.",
-        "Rings equal to `pool_size` while requests wait: raise `--max-running-requests`. States: by default SGLang "
-        "runs at most `pool_size` / 5 requests. If more wait, raise `--max-mamba-cache-size`.",
+        "Rings equal to `pool_size` while requests wait: raise `--max-running-requests`. On hybrid targets SGLang also "
+        "limits requests to a fifth of the states by default. Then raise `--max-mamba-cache-size`.",
     ),
 )
 

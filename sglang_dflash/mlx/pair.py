@@ -89,7 +89,7 @@ def fetching(source: str) -> Iterator[None]:
     except files.NOT_FETCHED as error:
         raise FileNotFoundError(
             f"{source} is no folder and cannot be fetched ({type(error).__name__}); give a checkpoint's folder, or a "
-            "name on the hub that this machine can reach"
+            "name on the hub that this machine can reach. If it is private or gated, run `hf auth login` first"
         ) from error
 
 

@@ -44,8 +44,8 @@ class Cell(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.view} {'the rare' if self.outcome == REST else self.outcome}: {self.n_a / self.of_a:.4f} against "
-            f"{self.n_b / self.of_b:.4f}, {self.n_errors:.1f} standard errors"
+            f"{self.view}, {'all rare values' if self.outcome == REST else self.outcome}: shares "
+            f"{self.n_a / self.of_a:.4f} and {self.n_b / self.of_b:.4f}, {self.n_errors:.1f} standard errors apart"
         )
 
 

@@ -80,7 +80,8 @@ def check_drafts(watched: Watched, found: Found) -> None:
         worst = max(bad, key=lambda row: row["changed"])
         text = (
             f"{len(bad)} of {len(rows)} sizes have other drafts after the target's replay, most with "
-            f"{worst['requests']} requests at width {worst['width']}: {worst['changed']} in {worst['steps']} steps"
+            f"{worst['requests']} requests at width {worst['width']}: {worst['changed']} tokens in "
+            f"{worst['steps']} steps"
         )
     captured = bool(watched.dflash["probe"]["captured"])
     text = text if captured else "no graph of the draft was captured; leave CUDA graphs enabled in --flags"
@@ -97,7 +98,7 @@ def check_steps(place: Place, watched: Watched, reference: Reference, found: Fou
     equal = [a == b for answers in ours.values() for a, b in zip(answers, reference.histograms, strict=True)]
     numbers = {"plain_torch": round(plain, 4), "served": dict(zip(ours, (round(x, 4) for x in measured), strict=True))}
     near = all(abs(length / plain - 1) <= STEPS_WITHIN for length in measured)
-    text = f"{plain:.3f} tokens a step by plain torch, {shown}; {sum(equal)} of {len(equal)} answers alike"
+    text = f"{plain:.3f} tokens a step by plain torch, {shown}; {sum(equal)} of {len(equal)} answers have equal counts"
     found(Finding(text, numbers, all(equal) if place.exact else near))
 
 
@@ -108,7 +109,8 @@ def check_answers(place: Place, watched: Watched, reference: Reference, found: F
     compared = {c: served.compare(watched.prompts, reference, answers, tie) for c, answers in tokens.items()}
     bad = [text for one in compared.values() for text in one.beyond_a_tie]
     text = ", ".join(f"{one.equal} of {one.of} with {c} at once" for c, one in compared.items())
-    text += f"; the others part where two tokens are within {tie} nats" if tie and not bad else ""
+    if tie and not bad and any(one.equal < one.of for one in compared.values()):
+        text += f"; the others first differ at a near tie, where both tokens are within {tie} nats of the likeliest"
     found(Finding("; ".join([text, *bad[:1]]), {c: one._asdict() for c, one in compared.items()}, not bad))
 
 
@@ -118,12 +120,12 @@ def check_padding(watched: Watched, found: Found) -> None:
     rows, slot = watched.dflash["probe"]["steps"], watched.dflash["probe"]["padding_slot"]
     n_padded, n_bad, n_real = (sum(row[key] for row in rows) for key in ("padded", "not_finite", "not_finite_real"))
     text = (
-        f"{n_padded} padded rows: {n_bad} values that are not finite; requests' own rows {n_real}; "
-        f"padding slot {slot['target']} in the target's K and V, {slot['draft']} in the draft's"
+        f"values that are not finite: {n_bad} in {n_padded} padded rows, {n_real} in rows of requests, "
+        f"{slot['target']} and {slot['draft']} in the padding slots of target and draft"
     )
     if not n_padded:
-        text = "no replay had a padded row, so nothing was checked"
-    holds = n_padded > 0 and not (n_bad or n_real or slot["target"] or slot["draft"])
+        pytest.skip("no batch was padded; leave CUDA graphs enabled, and serve at least 10 requests at once")
+    holds = not (n_bad or n_real or slot["target"] or slot["draft"])
     found(Finding(text, {"steps": rows, "padding_slot": slot}, holds))
 
 
@@ -154,7 +156,10 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
     pools, info, widest = watched.dflash["probe"]["bytes"], watched.info, watched.dflash["widest"]
     if not Path(place.pair.target).is_dir():
         pytest.skip(f"{place.pair.target} is no directory with a config.json to read; give --model-path a directory")
-    target, draft = geometry.read_target(str(place.pair.target)), geometry.read_draft(str(place.pair.draft))
+    try:
+        target, draft = geometry.read_target(str(place.pair.target)), geometry.read_draft(str(place.pair.draft))
+    except ValueError as error:  # not every model that can be served has computed sizes
+        pytest.skip(str(error))
     ranks, page, in_fp32 = info["tp_size"], pools["page_size"], place.exact
     attention = [replace(one.attention, itemsize=FP32) if in_fp32 else one.attention for one in (target, draft)]
     per_token, draft_per_token = (one.bytes_per_token(ranks) for one in attention)

@@ -17,7 +17,7 @@ N_ROUNDS, N_ROUNDS_SHORT = 100, 20
 N_SHOWN = 3  # number of failed cases that the finding's text names at most
 BUSY, ALONE = "B=8 N=16", "B=1 N=16"  # shapes that the finding's text mentions
 # Memory bandwidths of the data sheets, in bytes per us. A copy reaches about nine tenths.
-PUBLISHED = {"H200": 4.8e6, "H100": 3.35e6, "B200": 8.0e6}
+PUBLISHED = {"NVIDIA H200": 4.8e6, "NVIDIA H100 80GB HBM3": 3.35e6, "NVIDIA B200": 8.0e6}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def check_bandwidth(place: Place, cases: list[Case], found: Found) -> None:
     """Time each case. Each round also times a plain copy. Kernels that fail the check `kernels` are timed too."""
     assert place.gpu is not None
     bytes_per_us, rows = timed(cases, N_ROUNDS_SHORT if place.short else N_ROUNDS)
-    published = next((rate for name, rate in PUBLISHED.items() if name in place.gpu.name), None)
-    of_sheet = f", {bytes_per_us / published:.0%} of the data sheet's" if published else ""
+    published = PUBLISHED.get(place.gpu.name)
+    of_sheet = f", {bytes_per_us / published:.0%} of the data sheet's {published / 1e6:g}" if published else ""
     busy = [row for row in rows if row["shape"].startswith(BUSY)]
     shown = ", ".join(f"{row['op']} {row['us']:.1f} us {row['share_of_floor']:.0%}" for row in busy)
     alone = [row["us"] for row in rows if row["op"] == "copy_draft" and row["shape"].startswith(ALONE)]

@@ -137,7 +137,7 @@ def check_speed(place: Place, found: Found) -> None:
             *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(place.pair.draft)),
         ]
     )
-    assert status == 0, "bench ended with an error; see the end of checks.log"
+    assert status == 0, "bench ended with an error; see checks.log after the line `-- speed`"
     summary = json.loads(output.with_suffix(".json").read_text())["summary"]
     shown = dict[int, list[str]]()
     for line in summary:

@@ -129,8 +129,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     run = item.config.stash[RUN]
     if before := item.config.stash.get(HUNG, {}).get(server_of(item.nodeid)):
-        pytest.skip(f"{before} took too long, with the same server")
+        pytest.skip(f"skipped, because {before} timed out on the same server")
     if facts_of(item).gpu and run.place.gpu is None:
         pytest.skip("needs a GPU")
     if (left_s := run.deadline - time.time()) < LEAST_S:
-        pytest.skip(f"no time left of --minutes ({max(left_s, 0):.0f} s, a check needs {LEAST_S:.0f}); raise it")
+        left = f"{max(left_s, 0):.0f} s of --minutes are left"
+        pytest.skip(f"{left}, and no check starts with less than {LEAST_S:.0f} s; raise --minutes")

@@ -94,14 +94,19 @@ class Collector:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         facts, row, when = self.checks[report.nodeid], self.rows[report.nodeid], str(report.when)
         if when == "call" or not report.passed:
-            row["status"], row["text"] = report.outcome, text_of(report)
+            row["status"], row["text"] = report.outcome, text_of(report, facts.name)
             if when == "call" and report.user_properties:
                 row["text"], row["numbers"] = json.loads(str(report.user_properties[0][1]))
         seconds = time.time() - self.started[report.nodeid]
         limit_s = self.run.limit_s(facts, self.started[report.nodeid])
         if when == CRASHED and seconds >= limit_s:
             row["status"], row["text"] = "timed out", f"took more than {limit_s / 60:.1f} minutes"
-            self.hung |= {server: facts.name for server in [server_of(report.nodeid)] if server}
+            if limit_s < 60 * facts.minutes:
+                row["text"] = (
+                    f"--minutes ended it after {limit_s / 60:.1f} of {facts.minutes:g} minutes; raise --minutes"
+                )
+            else:
+                self.hung |= {server: facts.name for server in [server_of(report.nodeid)] if server}
         row["seconds"] = round(seconds, 1)
         if when in ("teardown", CRASHED):
             print(f"{row['status']:<9} {seconds:>6.1f} s  {facts.name}: {' '.join(row['text'].split())}", flush=True)
@@ -125,10 +130,10 @@ class Collector:
         }
 
 
-def text_of(report: pytest.TestReport) -> str:
-    """Return a sentence with the reason for a skip or a failure."""
+def text_of(report: pytest.TestReport, name: str) -> str:
+    """Return a sentence with the reason for a skip or a failure of the check `name`."""
     if report.when == CRASHED:
-        return "its process crashed; see the end of checks.log"
+        return f"its process crashed; see checks.log after the line `-- {name}`"
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")
     crash: Any = vars(report.longrepr).get("reprcrash") if report.longrepr else None

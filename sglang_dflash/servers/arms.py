@@ -59,7 +59,9 @@ def launches(
     """
     model = value_of("--model-path", flags) or value_of("--model", flags)
     if model is None:
-        raise ValueError("--serve found no --model-path after --; add the server's flags there")
+        raise ValueError(
+            "the flags after -- have no --model-path; add it (these flags replace all server flags of a --preset)"
+        )
     if (value_of("--speculative-algorithm", flags) or "").upper() != "DFLASH":
         raise ValueError("the flags after -- have no --speculative-algorithm DFLASH; add the flags of the model card")
     level = value_of("--log-level", flags) or "info"
@@ -114,8 +116,8 @@ def environment_of(arm: str) -> dict[str, str]:
     env = dict(part.split("=", 1) for part in parts)
     if "PYTHONPATH" in env:  # an editable installation would still import its own kernels
         raise ValueError(
-            f"--arms {arm}: an arm may not set PYTHONPATH, because its kernels could be another checkout's; to compare "
-            "checkouts, install each and run the benchmark there"
+            f"--arms {arm}: an arm may not set PYTHONPATH, because an editable installation would keep its kernels; to "
+            "compare checkouts, install each in an environment of its own, and run the benchmark in each"
         )
     return env
 
@@ -163,7 +165,8 @@ def mtp_layers(model: str) -> int:
     except NOT_FETCHED as error:
         raise ValueError(
             f"--model-path {model} is no directory and cannot be fetched ({type(error).__name__}); give a checkpoint "
-            "directory, or a repository id that this machine can reach"
+            "directory, or a repository id that this machine can reach. If it is private or gated, run `hf auth login` "
+            "first"
         ) from None
     if not file.is_file():
         raise ValueError(f"--model-path {model} has no config.json; give a checkpoint directory")
@@ -186,6 +189,7 @@ def require_worker(server: Server, *, ours: bool) -> None:
         )
     if ours and not serves:
         raise ServerError(
-            f"{server.name}: the worker of sglang-dflash does not serve this arm; install it for {sys.executable}, "
-            f"unset SGLANG_PLUGINS, and set no other SGLANG_DFLASH_WORKER for the arm ({server.log})"
+            f"{server.name}: the worker of sglang-dflash does not serve this arm, or its log line is missing "
+            f"({server.log}); see that it is installed for {sys.executable}, and leave out SGLANG_PLUGINS, "
+            "SGLANG_DFLASH_WORKER and --log-level"
         )

@@ -46,7 +46,7 @@ def require_folder(folder: Path, option: str) -> None:
     except OSError:
         is_writable = False
     if not is_writable:
-        raise ServerError(f"{folder} cannot be written; choose another folder with {option}")
+        raise ServerError(f"{folder} cannot be written; give {option} a path in a folder that can")
 
 
 def write(document: Mapping[str, Any], path: Path) -> str:

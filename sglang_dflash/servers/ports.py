@@ -52,7 +52,7 @@ def free_port(start: int) -> int:
         ServerError: none of a hundred ports is free, or none is left.
     """
     if start > LAST:
-        raise ServerError(f"found no free port above {LAST}; choose a lower one with --port")
+        raise ServerError(f"the ports up to {LAST} are used up; start lower with --port")
     tried = range(start, min(start + 100, LAST + 1))
     for port in tried:
         if claim(port) and port_is_free(port):

@@ -107,7 +107,7 @@ def verified_logits(runner: ModelRunner, ends: TargetEnds, ranks: OneGroup) -> W
         return Whole()
     processors = [module for module in runner.model.modules() if isinstance(module, LogitsProcessor)]
     if why := why_whole(processors, ends, ranks):
-        logger.info("every verify gathers the logits of all ranks, greedy or not: %s", why)
+        logger.info("verify gathers whole logits, also for greedy requests, because %s", why)
         return Whole()
     return Shards(runner, processors[0], ends)
 
@@ -115,14 +115,14 @@ def verified_logits(runner: ModelRunner, ends: TargetEnds, ranks: OneGroup) -> W
 def why_whole(processors: list[LogitsProcessor], ends: TargetEnds, ranks: OneGroup) -> str:
     """Return the reason why a verify must gather the logits of all ranks; "" if ranks may keep their shards."""
     if ranks.meet:
-        return "ranks of attention data parallelism exchange rows as well as shards"
+        return "attention is data parallel"
     if len(processors) != 1:
-        return f"the target computes its logits in {len(processors)} places"
+        return f"the target has {len(processors)} LogitsProcessor modules, not one"
     processor = processors[0]
     if processor.final_logit_softcapping:
         return "the soft cap can round different logits to the same value"
     if processor.use_attn_tp_group or not processor.do_tensor_parallel_all_gather:
-        return "SGLang does not gather them over the ranks that share the head"
+        return "the head's ranks are not those that SGLang gathers over"
     if processor.vocab_size != ends.head.org_vocab_size:
         return "the head's vocabulary differs from the target's configuration"
     return ""

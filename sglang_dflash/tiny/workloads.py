@@ -21,7 +21,7 @@ ABOUT = (
     *("the sea", "quantum entanglement", "sourdough bread", "the French Revolution", "vaccines", "chess openings"),
     *("tax law", "jazz", "photosynthesis", "bicycle repair", "black holes", "learning to swim"),
 )
-HOPELESS = "random tokens, no chat template; answers of 48 tokens, past their end"
+HOPELESS = "random tokens without a chat template; every answer has 48 tokens, because end tokens are ignored"
 HOPELESS_TOKENS = 32  # length of a prompt in tokens
 HOPELESS_ANSWER = 48  # length of an answer in tokens
 WORDS = range(300, 1000)  # token ids of hopeless prompts, without special tokens

@@ -80,18 +80,29 @@ def read_prompts(path: Path) -> list[Line]:
 
 
 def whole_lines(out: Path) -> list[str]:
-    """Remove an incomplete last line from the file `out`, and return its lines; none if there is no file.
+    """Complete or remove an incomplete last line of the file `out`, and return its lines; none if there is no file.
 
     Raises:
-        ValueError: the file does not begin with a JSON object. Nothing is removed then.
+        ValueError: the first line is no JSON object, or the beginning of one if it is the only line. Nothing is changed
+            then.
     """
     text = read_text(out) if out.exists() else ""
-    if text and not text.startswith("{"):
-        raise ValueError(f"--out {out}, line 1: found {text[:60]!r}, no JSON object; give another --out")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        out.write_text(whole)
-    return whole.split("\n")[:-1]
+    first, has_end, _ = text.partition("\n")
+    if text and not is_object(first) and (has_end or not first.startswith('{"')):
+        raise ValueError(f"--out {out}, line 1: found {first[:60]!r}, no JSON object; give another --out")
+    *lines, last = text.split("\n")
+    if is_object(last):
+        lines.append(last)
+    if last:
+        out.write_text("".join(f"{line}\n" for line in lines))
+    return lines
+
+
+def is_object(line: str) -> bool:
+    try:
+        return isinstance(parsed(line), dict)
+    except ValueError:
+        return False
 
 
 def answered(out: Path) -> Iterator[str]:

@@ -95,13 +95,13 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
         asked, answered = written(i, ask=True), written(i + 1, ask=False)
         if not whole.startswith(answered):
             raise ValueError(
-                "the chat template writes an assistant turn differently once later turns follow; give one assistant "
-                "turn per line, as its last turn"
+                "the chat template writes an assistant turn differently once later turns follow; give each answer with "
+                'its rendered conversation, as {"prompt", "response"}'
             )
         if not answered.startswith(asked):
             raise ValueError(
-                "the chat template begins an assistant turn differently in its prompt; give the rendered text as "
-                '{"prompt", "response"}, or change chat_template_kwargs'
+                "the chat template's generation prompt is not the beginning of an answer (as with <think>); give the "
+                'rendered text as {"prompt", "response"}, or set chat_template_kwargs such as enable_thinking'
             )
         found += [(whole[end : len(asked)], False), (whole[len(asked) : len(answered.rstrip())], True)]
         end = len(answered.rstrip())

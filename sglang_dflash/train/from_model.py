@@ -75,7 +75,8 @@ class ModelSource:
                 "tool calls (the line has tools)" if line.get("tools") else "reasoning (the chat template has 'think')"
             )
             raise ValueError(
-                f"the answer may have {what}, which a server's parsers split off; serve the target and give --server"
+                f"the answer may have {what}, which a server's parsers split off; serve the target with "
+                "--reasoning-parser or --tool-call-parser, and give --server"
             )
         return self.tokenizer.encode(rendered_prompt(line, self.tokenizer), add_special_tokens=False)
 

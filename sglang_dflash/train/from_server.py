@@ -91,14 +91,17 @@ class ServerSource:
         answer = await self.client.models.with_raw_response.list()
         try:
             return str(json.loads(answer.text)["data"][0]["id"])
-        except (ValueError, KeyError, IndexError, TypeError):
+        except IndexError:
+            cure = "start a model there, then repeat the command"
+            raise ValueError(f"--server {self.url} lists no model; {cure}") from None
+        except (ValueError, KeyError, TypeError):
             cure = "give the URL of an OpenAI API, ending in /v1"
             raise ValueError(f"--server {self.url} lists no model; {cure}") from None
 
 
 def with_v1(url: str) -> str:
     """Return the URL with the path /v1 of the OpenAI API at its end."""
-    return url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
+    return f"{url.partition('/v1')[0].rstrip('/')}/v1"
 
 
 def _reason(error: APIError) -> str:

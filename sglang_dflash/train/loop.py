@@ -130,8 +130,8 @@ class Run:
         state = torch.load(path, map_location=device, weights_only=True)
         if other := differing(state["facts"], facts):
             raise ValueError(
-                f"{path} was written by another run ({other}); "
-                "repeat its options to resume, or delete the file to start again"
+                f"{path} was written by another run ({other}); repeat its options to resume, or write to another "
+                "folder (`train draft` can start there from this draft, with --start-from)"
             )
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -50,7 +50,8 @@ def joined(device: str) -> Iterator[tuple[Ranks, torch.device]]:
     Under torchrun, `device` "cuda" becomes the process's own GPU.
 
     Raises:
-        ValueError: there are fewer GPUs than processes, or RANK is set without torchrun's other variables.
+        ValueError: there are fewer GPUs than processes, `device` names one GPU, or RANK is set without torchrun's other
+            variables.
     """
     if "RANK" not in os.environ:
         yield ALONE, torch.device(device)
@@ -58,6 +59,8 @@ def joined(device: str) -> Iterator[tuple[Ranks, torch.device]]:
     if missing := [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in os.environ]:
         raise ValueError(f"RANK is set and {missing[0]} is not; start the training with torchrun, or unset RANK")
     local_rank, n_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if device.startswith("cuda:"):
+        raise ValueError(f"--device {device} is one GPU for {n_local} processes; give --device cuda")
     if device == "cuda":
         if n_local > torch.cuda.device_count():
             raise ValueError(

@@ -165,6 +165,8 @@ def default_device(asked: str | None) -> str:
         raise ValueError(f"--device {asked} is no device of torch; give cpu, cuda or cuda:N") from None
     if asked and asked.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {asked}: torch finds no GPU; drop --device to use the CPU")
+    if asked and asked.startswith("cuda:") and torch.device(asked).index >= torch.cuda.device_count():
+        raise ValueError(f"--device {asked}: torch finds {torch.cuda.device_count()} GPUs, counted from 0; give less")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -46,10 +46,8 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: i
         if any(a and b for a, b in zip(piece.is_response, piece.is_response[1:], strict=False))
     ]
     if not usable:
-        raise ValueError(
-            f"{path} has no two response tokens in a row within {max_length} tokens; add answers (`train answers` "
-            "writes them), or raise --max-length"
-        )
+        cure = "give more text" if path.suffix == ".txt" else "add answers (`train answers` writes them)"
+        raise ValueError(f"{path} has no response of two tokens within {max_length} tokens; {cure}")
     if len(usable) == 1:
         raise ValueError(
             f"{path} has one usable document (up to {max_length} tokens, with two response tokens in a row); give two "

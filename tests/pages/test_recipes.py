@@ -182,13 +182,16 @@ def test_a_gpu_has_the_flags_of_its_generation(gpu: str, other: str, capsys: pyt
         ("qwen3.5-27b", r"On 1 H100 of 79\.6 GiB, [1-9]\d* requests of 8,192 tokens fit at once \(computed\)\.$"),
         (
             "qwen3.5-35b-a3b",
-            r"no request of 8,192 tokens fits \(computed\); add `-- --tp-size 2`, with which \d+ fit\.$",
+            r"no request of 8,192 tokens fits \(computed\); set --tp-size 2 in the command, with which \d+ fit\.$",
         ),
         (
             "qwen3.6-35b-a3b",
-            r"no request of 8,192 tokens fits \(computed\); add `-- --tp-size 2`, with which \d+ fit\.$",
+            r"no request of 8,192 tokens fits \(computed\); set --tp-size 2 in the command, with which \d+ fit\.$",
         ),
-        ("qwen3-coder-next", r"On 2 H100 of 79\.6 GiB, no request .*; add `-- --tp-size 4`, with which \d+ fit\.$"),
+        (
+            "qwen3-coder-next",
+            r"On 2 H100 of 79\.6 GiB, no request .*; set --tp-size 4 in the command, with which \d+ fit\.$",
+        ),
         ("qwen3.5-27b -- --quantization fp8", r"fit at once \(computed\)\. Not counted, .*: --quantization\.$"),
         ("qwen3.5-35b-a3b -- --quantization fp8", r"with which \d+ fit\. Not counted, .*: --quantization\.$"),
         ("qwen3-coder-next -- --tp-size 4", r"On 4 H100 of 79\.6 GiB, \d+ requests of 8,192 tokens fit at once"),
@@ -198,7 +201,7 @@ def test_a_gpu_has_the_flags_of_its_generation(gpu: str, other: str, capsys: pyt
         ),
         (
             "gpt-oss-120b",
-            r"An H100 has little more than half its memory\. If the model does not fit, add `-- --tp-size N`",
+            r"An H100 has little more than half its memory\. If the model does not fit, set a larger --tp-size",
         ),
     ],
 )
@@ -214,6 +217,8 @@ def test_requests_on_an_h100_are_computed(asked: str, sentence: str, capsys: pyt
         (["qwen3-8b"], "no GPU is named for qwen3-8b; give --gpu h200 or b200 or h100 or b300"),
         (["qwen3-8b", "--gpu", "h20"], "invalid choice: 'h20'"),
         (["qwen3-9b", "--gpu", "h200"], "there is no recipe qwen3-9b; did you mean qwen3.5-9b?"),
+        (["--gpu", "h200"], "found no NAME; `sglang-dflash recipe` lists all"),
+        (["--", "--tp-size", "2"], "found no NAME; `sglang-dflash recipe` lists all"),
         (["zzz", "--gpu", "h200"], "there is no recipe zzz; `sglang-dflash recipe` lists all"),
         (["qwen3-8b", "--gpu", "h200", "--port", "8000"], "--port 8000; flags of the server go after a bare `--`"),
         (["qwen3-8b", "--gpuu", "h200"], "unrecognized arguments: --gpuu h200; did you mean --gpu?"),

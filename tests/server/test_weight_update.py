@@ -83,7 +83,9 @@ def test_checkpoint_from_disk_updates_the_model_it_belongs_to(
 
     before = served()
     try:
+        name = whole.openai().models.list().data[0].id
         assert load(whole, new_draft) == 200
+        assert whole.openai().models.list().data[0].id == name, "the draft's path became the model's name"
         text, n_accepted = served()
         assert text == before[0]
         assert n_accepted != before[1], "the draft did not change"

@@ -104,7 +104,7 @@ BAD = {
     "heads that cannot be split": Bad("ValueError: {draft}: 4 heads and 2 KV heads cannot be split", "--tp-size 3"),
     "heads that the ranks of a group cannot split": Bad(
         "ValueError: {draft}: 4 heads and 2 KV heads cannot be split over 3 ranks (--tp-size 6, 2 groups of "
-        "data-parallel attention); use a --tp-size that gives each group 1 or 2 or 4",
+        "data-parallel attention); set --tp-size or --attn-dp-size so that the ranks of a group are 1 or 2 or 4",
         "--tp-size 6 --dp-size 2 --enable-dp-attention --enable-dp-lm-head",
     ),
     "a window and disaggregation": Bad(
@@ -112,8 +112,9 @@ BAD = {
         "--disaggregation-mode prefill --speculative-draft-window-size 64",
     ),
     "a draft without weights": Bad(
-        "NotSupported: --speculative-draft-load-format dummy is not supported with DFLASH (drafts of random weights "
-        "are rejected); drop the flag: the draft is loaded from its files even with --load-format dummy",
+        "NotSupported: --speculative-draft-load-format dummy is not supported with DFLASH (with random weights "
+        "hardly any draft token would be accepted); drop the flag: the draft is loaded from its files even with "
+        "--load-format dummy",
         "--load-format dummy --speculative-draft-load-format dummy",
     ),
     "unknown strategy under its old name": Bad(

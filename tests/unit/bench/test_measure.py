@@ -273,7 +273,7 @@ def test_only_a_busy_machine_is_reported():
     rows = [replace(measured()[0], other_cores=cores) for cores in (0.02, None, 0.09)]
     assert list(noise(rows, 2)) == []
     (sentence,) = noise([*rows, replace(rows[0], other_cores=0.5)], 2)
-    assert "other processes kept 0.5 of 2 cores busy" in sentence
+    assert "other processes kept 0.5 cores busy, of 2" in sentence
 
 
 def test_turns_too_short_for_widths_are_reported():

@@ -111,7 +111,7 @@ def test_servers_are_compared_with_the_first(fake, bench):
         assert same_line["over_off"]["median"] > 0
         assert [line["n_equal"] for line in (off, same_line, other_line)] == [5, 5, 0]
         assert (same_line["committed_per_step"], same_line["acceptance_by_position"]) == (1.5, [0.5])
-        assert other_line["first_differences"][0].startswith("prompt 0, token 0: expected ")
+        assert other_line["first_differences"][0].startswith("prompt 1, token 1: expected ")
         assert off["ttft_ms"]["p50"] > 0
     streamed = [row for row in document["rows"] if row["ttft_ms"]]
     assert {row["repeat"] for row in streamed} == {0}
@@ -185,9 +185,9 @@ def test_unknown_numbers_of_other_servers_are_marked(fake, bench):
 @pytest.mark.parametrize(
     ("flags", "arguments", "message"),
     [
-        (["--kind", "openai"], ["--backend", "sglang"], r"is no sglang server \(it answers like openai\); drop --back"),
+        (["--kind", "openai"], ["--backend", "sglang"], r"answers as openai .*, not as sglang; drop --back"),
         ([], ["--model", "theirs"], "serves fake-model, not theirs; change or drop --model"),
-        (["--kind", "openai"], ["--dataset", "hopeless"], "only these are sent token ids; drop --dataset hopeless"),
+        (["--kind", "openai"], ["--dataset", "hopeless"], "token ids are sent only to SGLang servers; drop --da"),
         (["--stingy"], [], r"http://.* streams no `usage`.*add --no-latency"),
     ],
 )
@@ -307,8 +307,8 @@ def test_no_speed_is_shown_when_an_answer_differs(flags, serve, tmp_path, capsys
     with pytest.raises(GateError) as raised:
         main([*SMALL, "--output", str(tmp_path / "out"), *arms_and_gate, *serve])
     assert re.match(
-        r"20 answers differ from those of off, so no speed is shown; stock:FAKE_OFFSET=1, synthetic at 1, prompt 0, "
-        r"token 0: exp",
+        r"20 answers differ from those of off, so no speed is shown; stock:FAKE_OFFSET=1, synthetic at 1, prompt 1, "
+        r"token 1: exp",
         str(raised.value),
     )
     out = capsys.readouterr().out
@@ -321,7 +321,7 @@ def test_no_speed_is_shown_when_an_answer_differs(flags, serve, tmp_path, capsys
 def test_streamed_answers_must_be_equal_too(serve, tmp_path):
     arms_and_gate = ("--arms", "off", "ours:FAKE_STREAM=other", "--require-equal")
     with pytest.raises(
-        GateError, match=r"10 answers differ from those of off.*ours:FAKE_STREAM=other, synthetic at 1, prompt 0"
+        GateError, match=r"10 answers differ from those of off.*ours:FAKE_STREAM=other, synthetic at 1, prompt 1"
     ):
         main([*SMALL, "--output", str(tmp_path / "out"), *arms_and_gate, *serve])
 
@@ -331,7 +331,9 @@ def test_near_ties_are_forgiven_on_request(bench, serve):
     asked = (*SMALL, "--no-latency", "--arms", "off", "ours:FAKE_OFFSET=1", "--require-equal", "--tie-gap")
     ran = bench(*asked, "0.5", *serve)
     assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}
-    with pytest.raises(GateError, match=r"10 answers differ from those of off.*; raise --tie-gap 0\.4, or drop --req"):
+    with pytest.raises(
+        GateError, match=r"10 answers differ from those of off.*; raise --tie-gap 0\.4, or leave out --req"
+    ):
         bench(*asked, "0.4", *serve)
     with pytest.raises(GateError, match="10 answers differ from those of off"):  # the token is neither of the two
         bench(*[word.replace("OFFSET=1", "OFFSET=2") for word in asked], "9", *serve)
@@ -339,7 +341,7 @@ def test_near_ties_are_forgiven_on_request(bench, serve):
 
 def test_an_arm_without_the_plugin_is_refused(bench, serve, monkeypatch):
     monkeypatch.setattr(arms, "ANNOUNCEMENT", "never logged")
-    with pytest.raises(ServerError, match="ours: the worker of sglang-dflash does not serve this arm; install it"):
+    with pytest.raises(ServerError, match="ours: the worker of sglang-dflash does not serve this arm, or its log"):
         bench(*SMALL, *serve)
 
 

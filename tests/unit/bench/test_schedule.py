@@ -94,8 +94,8 @@ def test_a_restarted_arm_is_warmed_up_again() -> None:
 
 
 def test_a_difference_names_its_unit() -> None:
-    assert str(Difference(0, 2, 7, None)) == "prompt 0, token 2: expected 7, found None"
-    assert str(Difference(0, 2, "a", None)) == "prompt 0, character 2: expected a, found None"
+    assert str(Difference(0, 2, 7, None)) == "prompt 1, token 3: expected 7, found the end"
+    assert str(Difference(0, 2, "a", None)) == "prompt 1, character 3: expected 'a', found the end"
 
 
 def test_steps_exclude_unmeasured_prompts() -> None:
@@ -112,4 +112,4 @@ def test_answers_are_compared_with_the_first_repeat() -> None:
     assert (row.n_equal, row.first_differences) == (4, [])
     engine.token = 8
     (row,) = bench.repeat(1)
-    assert (row.n_equal, row.first_differences[0]) == (0, "prompt 0, token 0: expected 7, found 8")
+    assert (row.n_equal, row.first_differences[0]) == (0, "prompt 1, token 1: expected 7, found 8")

@@ -297,7 +297,7 @@ def test_flags_that_are_not_counted_are_named(capsys):
     given = ["--enable-lora", "--lora-paths", "a=b", "c=d", "--dp-size=2", "--kv-cache-dtype", "mxfp8"]
     named = "Not counted, but may change these numbers: --enable-lora, --lora-paths, --dp-size, --kv-cache-dtype mxfp8."
     graphs = ["--chunked-prefill-size", "4096", "--cuda-graph-bs-decode", "1", "2"]
-    default = "Not counted: --chunked-prefill-size, --cuda-graph-bs-decode. It changes SGLang's default for"
+    default = "Not counted: --chunked-prefill-size, --cuda-graph-bs-decode. SGLang's default for"
     assert capacity_report.main([*ASKED, *given, *graphs]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert named in lines
@@ -430,7 +430,10 @@ def test_an_unknown_draft_is_refused(capsys):
 
 def test_too_small_a_card_is_reported(capsys):
     assert capacity_report.main(["--model", "Qwen3.5-122B-A10B", "--gpu-memory", "80"]) == 1
-    assert "sglang-dflash: cannot start, bounded by weights; 9 with --tp-size 4." in capsys.readouterr().out
+    assert (
+        "sglang-dflash: no request of 8,192 tokens fits, bounded by weights; 9 with --tp-size 4."
+        in capsys.readouterr().out
+    )
 
 
 def test_check_runs_the_capacity_report(capsys):

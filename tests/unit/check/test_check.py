@@ -78,7 +78,7 @@ SERVED = {
     "another rope of the target, older name": Served("'rope_type': 'default'", flags=overrides(rope_scaling=YARN)),
     "another architecture of the target": Served("block 8", flags=overrides(architectures=["Qwen3ForCausalLM"])),
     "an override of a missing field": Served(
-        "SGLang cannot read this model with these flags ('",
+        "this model cannot be read with these flags ('",
         flags=overrides(text_config={"rope_scaling": YARN}),
         ok=False,
     ),
@@ -219,8 +219,7 @@ ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: 
             Child(-9, "", ""),
             FLAGS,
             1,
-            "FAIL  launch         SGLang ended with status -9 and printed nothing; the system killed it, most often "
-            "because memory ran out: free memory",
+            "FAIL  launch         the system killed SGLang, most often because memory ran out; free memory",
         ),
         (
             Child(3, "", ""),
@@ -258,6 +257,9 @@ def test_the_report_omits_sglangs_output(child, argv, code, last, monkeypatch, c
         (["http://127.0.0.1:30000"], "did you mean --server http://127.0.0.1:30000?"),
         (["--model", "x", "--gpu-memry=80"], "there is no option --gpu-memry; did you mean --gpu-memory?"),
         (["--drafts-steps", "20", "--model", "x"], "did you mean --draft-steps?"),
+        (["--draft-steps", "20", "--model-path", "x", "--revision", "v2"], "--draft-steps does not read --revision;"),
+        (["--draft-steps", "20", "--model", "x", "--gpu-memory", "80"], "--draft-steps does not go with --gpu-memory"),
+        (["Qwen/X", "--speculative-algorithm", "DFLASH"], "did you mean --model-path Qwen/X?"),
     ],
 )
 def test_a_question_that_sglang_cannot_answer_does_not_start_it(argv, sentence, monkeypatch, capsys):

@@ -130,5 +130,5 @@ def test_copies_are_reported():
     width = DFLASH["width"] | {"policy": "always 8", "seconds": {}, "n_steps": {}}
     dflash = DFLASH | {"width": width, "copies": [[0, 0], [2, 3], [0, 0], [4, 20], [5, 60]]}
     assert served.render(dflash).splitlines()[1:] == [
-        "n-gram copies: 11 blocks continued by one, 83 copied drafts accepted"
+        "n-gram copies: 11 blocks had a copy, and 83 copied drafts were accepted"
     ]

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.draft import checkpoint
-from sglang_dflash.draft.dialects import names_draft
-from sglang_dflash.draft.weight_update import is_draft
+from sglang_dflash.draft.dialects import is_draft, names_draft
 from sglang_dflash.errors import NotSupported
 from tests.fixtures.checkpoints import DRAFT, write_draft
 

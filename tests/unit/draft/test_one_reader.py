@@ -156,19 +156,19 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "another family": ({"model_type": "llama"}, NotSupported, r"='llama' is not DFlash \(which has 'qwen3'\)"),
     "no dflash_config": ({"dflash_config": None}, ValueError, "config.json has no dflash_config object"),
     "causal full layers": (
-        {"dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True on full_attention layers is not",
+        {"dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True does not fit full_attention",
     ),
-    "is_causal full layers": ({"is_causal": True}, NotSupported, "is_causal=True on full_attention .*WORKER=stock"),
+    "is_causal full layers": ({"is_causal": True}, NotSupported, "is_causal=True does not fit .*WORKER=stock"),
     "sliding layers, causal only in dflash_config": (
         WINDOW | {"layer_types": [SLIDING, SLIDING], "dflash_config": {"causal": False}},
         NotSupported,
-        "dflash_config.causal=False on sliding_attention layers is not DFlash .*; set is_causal=false if its sliding",
+        "dflash_config.causal=False does not fit sliding_attention .*; set is_causal=false if its sliding",
     ),
     "one is_causal for layers of two kinds": (
-        WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": True}, NotSupported, "is_causal=True on full_attention",
+        WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": True}, NotSupported, "is_causal=True does not fit full",
     ),
     "is_causal and causal differ": (
-        {"is_causal": False, "dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True on full_att",
+        {"is_causal": False, "dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True does not fit",
     ),
 }  # fmt: skip
 

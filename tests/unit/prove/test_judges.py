@@ -52,21 +52,24 @@ def test_changed_drafts_fail_and_are_named_by_size():
     assert (good.text, good.holds) == ("no draft changed in 8 steps of 1 to 2 requests, widths 16", True)
     assert not bad.holds
     assert "1 of 2 sizes" in bad.text
-    assert bad.text.endswith("most with 2 requests at width 16: 7 in 4 steps")
+    assert bad.text.endswith("most with 2 requests at width 16: 7 tokens in 4 steps")
     assert not finding(inside.check_drafts, record(captured=())).holds, "without a graph"
 
 
 def test_finite_padding_holds():
     found = finding(inside.check_padding, record())
     assert found.holds
-    assert found.text.startswith("16 padded rows: 0 values")
+    assert found.text.startswith("values that are not finite: 0 in 16 padded rows")
 
 
-@pytest.mark.parametrize(
-    "seen", [{"not_finite": 1}, {"not_finite_real": 1}, {"slot": (1, 0)}, {"slot": (0, 1)}, {"padded": -8}]
-)
+@pytest.mark.parametrize("seen", [{"not_finite": 1}, {"not_finite_real": 1}, {"slot": (1, 0)}, {"slot": (0, 1)}])
 def test_other_padding_does_not_hold(seen: dict[str, Any]) -> None:
     assert not finding(inside.check_padding, record(**seen)).holds
+
+
+def test_without_padding_the_check_is_skipped() -> None:
+    with pytest.raises(pytest.skip.Exception, match="no batch was padded"):
+        finding(inside.check_padding, record(padded=-8))
 
 
 def test_step_of_one_token_may_cost_a_tenth_more() -> None:
@@ -106,7 +109,7 @@ def parity(where: Place, nats: float, ours: list[list[int]], stock: list[list[in
             SWAPPED,
             ANSWERS,
             False,
-            "plugin with 1 at once: prompt 0, token 2: expected 7, found 4 (0.4",
+            "plugin with 1 at once: prompt 1, token 3: expected 7, found 4 (0.4",
         ),
         (place(), 1e-3, SWAPPED, ANSWERS, False, ""),
         (place(H200), 4.0, ANSWERS, SWAPPED, True, "stock 1 of 2 (1 beyond a tie)"),

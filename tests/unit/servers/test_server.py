@@ -85,12 +85,12 @@ def test_no_free_port_is_reported(monkeypatch, start, last):
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     require_folder(tmp_path / "new" / "folder", "--logs")
     (tmp_path / "file").touch()
-    with pytest.raises(ServerError, match=r"file/logs cannot be written; choose another folder with --logs"):
+    with pytest.raises(ServerError, match=r"file/logs cannot be written; give --logs a path in a folder that can"):
         require_folder(tmp_path / "file" / "logs", "--logs")
 
 
 def test_there_is_no_port_above_the_last():
-    with pytest.raises(ServerError, match="found no free port above 65535; choose a lower one with --port"):
+    with pytest.raises(ServerError, match="the ports up to 65535 are used up; start lower with --port"):
         free_port(65536)
 
 

@@ -174,8 +174,8 @@ def test_an_unsharded_head_keeps_whole_logits():
     ("change", "why"),
     [
         ({"final_logit_softcapping": 30.0}, "the soft cap can round"),
-        ({"use_attn_tp_group": True}, "does not gather them over the ranks"),
-        ({"do_tensor_parallel_all_gather": False}, "does not gather them over the ranks"),
+        ({"use_attn_tp_group": True}, "the head's ranks are not those"),
+        ({"do_tensor_parallel_all_gather": False}, "the head's ranks are not those"),
         ({"vocab_size": V - 1}, "vocabulary differs"),
         ({}, ""),
     ],
@@ -187,7 +187,7 @@ def test_unsupported_processors_keep_the_full_gather(change, why, caplog):
     kind = verified_logits(one.runner, one.ends, OneGroup())
     assert (type(kind) is Whole) == bool(why)
     assert why in caplog.text
-    assert ("every verify gathers the logits of all ranks" in caplog.text) == bool(why)
+    assert ("verify gathers whole logits, also for greedy requests" in caplog.text) == bool(why)
 
 
 def test_data_parallel_attention_and_two_processors_keep_the_gather():

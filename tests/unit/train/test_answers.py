@@ -119,7 +119,7 @@ def test_blank_lines_are_skipped(tmp_path: Path) -> None:
     assert answers.read_prompts(path) == [line("a"), line("b")]
 
 
-@pytest.mark.parametrize("text", ["text\n", "text", "[]\n", '{"text": "a"}\n'])
+@pytest.mark.parametrize("text", ["text\n", "text", "[]\n", '{"text": "a"}\n', '{\n "text": "a"\n}', "{\n"])
 def test_another_file_is_not_continued(tmp_path: Path, text: str) -> None:
     (tmp_path / "out").write_text(text)
     with pytest.raises(
@@ -150,10 +150,14 @@ def test_a_rejected_prompt_is_named(tmp_path: Path) -> None:
         answers.write_answers(source_of(reply), [line("a")], tmp_path / "out", answers.Sampling())
 
 
-@pytest.mark.parametrize("found", [{"json": {"data": []}}, {"html": "<p>a page</p>"}], ids=["none", "a page"])
-def test_a_server_without_a_model_is_refused(tmp_path: Path, found: dict) -> None:
+@pytest.mark.parametrize(
+    ("found", "cure"),
+    [({"json": {"data": []}}, "start a model there"), ({"html": "<p>a page</p>"}, "give the URL of an OpenAI")],
+    ids=["none", "a page"],
+)
+def test_a_server_without_a_model_is_refused(tmp_path: Path, found: dict, cure: str) -> None:
     source = source_of(lambda request: httpx.Response(200, **found))
-    with pytest.raises(ValueError, match=r"--server http://server/v1 lists no model; give the URL of an OpenAI"):
+    with pytest.raises(ValueError, match=rf"--server http://server/v1 lists no model; {cure}"):
         answers.write_answers(source, [line("a")], tmp_path / "out", answers.Sampling())
 
 
@@ -162,11 +166,12 @@ def test_a_server_without_a_model_is_refused(tmp_path: Path, found: dict) -> Non
     [
         ("http://server/v1", httpx.ConnectError("refused"), "refused.*; start the server or correct --server"),
         ("http://server/", httpx.Response(404), "repeat the command with --server http://server/v1"),
+        ("http://server/v1/chat", httpx.Response(404), "repeat the command with --server http://server/v1[.]"),
         ("http://server/v1", httpx.Response(404, json={"message": "no m"}), "no m.*; see the server's log"),
         ("http://server/v1", httpx.Response(401), "repeat the command with the server's key as --api-key"),
         ("http://server/v1", httpx.ReadTimeout("slow"), "timed out.*; see the server's log, then repeat"),
     ],
-    ids=["no server", "no /v1", "refused", "no key", "slow"],
+    ids=["no server", "no /v1", "a longer path", "refused", "no key", "slow"],
 )
 def test_a_failed_request_has_its_cure(tmp_path: Path, url: str, answer: object, cure: str) -> None:
     def reply(request: httpx.Request) -> httpx.Response:

@@ -78,7 +78,9 @@ def test_tool_calls_and_results_are_rendered() -> None:
         ("<tool>20 degrees</><assistant>", False),
         ("It is warm.</>", True),
     ]
-    with pytest.raises(ValueError, match="begins an assistant turn differently"):  # "!" is only in the prompt
+    with pytest.raises(
+        ValueError, match="generation prompt is not the beginning of an answer"
+    ):  # "!" is only in the prompt
         chat.parts(row, tokenizer(TOOLS_AND_CALLS))
 
 

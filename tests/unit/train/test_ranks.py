@@ -117,3 +117,5 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     cure = "4 processes share 2 GPUs; start one per GPU: torchrun --nproc-per-node 2"
     with pytest.raises(ValueError, match=cure), joined("cuda"):
         pass
+    with pytest.raises(ValueError, match="--device cuda:1 is one GPU for 4 processes"), joined("cuda:1"):
+        pass

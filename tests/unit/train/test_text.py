@@ -86,7 +86,7 @@ def test_unusable_files_are_refused(tmp_path):
         read(tmp_path / "data.csv", ["a,b"])
     with pytest.raises(ValueError, match=r"has one usable document \(up to 1000 tokens, .* lower --max-length"):
         read(tmp_path / "data.txt", ["short"])
-    with pytest.raises(ValueError, match=r"has no two response tokens in a row within 1000 tokens; add answers"):
+    with pytest.raises(ValueError, match=r"has no response of two tokens within 1000 tokens; add answers"):
         read(tmp_path / "data.jsonl", [{"messages": []}])
 
 
