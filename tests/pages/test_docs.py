@@ -200,7 +200,10 @@ OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "tests" / "tools").rgl
 # Flags that are read without argparse, and flags of other programs.
 OTHERS = {"--json", "--server", "--help", "--nproc-per-node", "--no-deps", "--target"}
 OF_VLLM = {"--speculative-config", "--max-num-batched-tokens", "--no-enable-prefix-caching"}
-OF_ROUTER = {"--policy", "--worker-urls", "--pd-disaggregation", "--prefill", "--decode"}
+OF_ROUTER = {"--policy", "--worker-urls", "--pd-disaggregation", "--prefill", "--decode"} | {
+    "--health-check-interval-secs",
+    "--health-failure-threshold",
+}
 OF_PYTEST = {"--lf", "--tb", "--pdb"}
 
 

@@ -78,7 +78,7 @@ def test_user_turns_need_a_template_that_ends_them(source, template, reason):
 def test_a_server_is_asked_for_where_text_is_parsed(source):
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(
-        ValueError, match=r"tool calls \(the line has tools\), which .*; serve the target and give --server"
+        ValueError, match=r"tool calls \(the line has tools\), which .*; serve the target with --reasoning-parser"
     ):
         source.ids_of(line("Hi.") | {"tools": tools})
     with pytest.raises(ValueError, match="no single token; serve the target and give --server"):

@@ -119,7 +119,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
             return super().apply_chat_template(messages[-1:], tokenize, tools, add_generation_prompt)
 
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    with pytest.raises(ValueError, match="give one assistant turn per line, as its last turn"):
+    with pytest.raises(ValueError, match="give each answer with its rendered conversation"):
         read(tmp_path / "data.jsonl", [{"messages": chat}], LastTurnOnly())
 
 
