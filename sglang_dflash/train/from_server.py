@@ -80,7 +80,7 @@ class ServerSource:
         if isinstance(error, APIConnectionError):
             https = " (https needs a certificate of a public authority)" if self.url.startswith("https:") else ""
             return f"start the server or correct --server{https}, then repeat the command"
-        if isinstance(error, NotFoundError) and self.url != with_v1(self.url):
+        if isinstance(error, NotFoundError) and self.url.rstrip("/") != with_v1(self.url):
             return f"repeat the command with --server {with_v1(self.url)}"
         if isinstance(error, AuthenticationError | PermissionDeniedError):
             return "repeat the command with the server's key as --api-key"
@@ -100,8 +100,9 @@ class ServerSource:
 
 
 def with_v1(url: str) -> str:
-    """Return the URL with the path /v1 of the OpenAI API at its end."""
-    return f"{url.partition('/v1')[0].rstrip('/')}/v1"
+    """Return the URL with its path cut at /v1, the path of the OpenAI API, or with /v1 added."""
+    scheme, colon, rest = url.rpartition("://")
+    return f"{scheme}{colon}{rest.partition('/v1')[0].rstrip('/')}/v1"
 
 
 def _reason(error: APIError) -> str:

@@ -166,12 +166,13 @@ def test_a_server_without_a_model_is_refused(tmp_path: Path, found: dict, cure: 
     [
         ("http://server/v1", httpx.ConnectError("refused"), "refused.*; start the server or correct --server"),
         ("http://server/", httpx.Response(404), "repeat the command with --server http://server/v1"),
+        ("http://v1/x/v1/", httpx.Response(404), "see the server's log"),
         ("http://server/v1/chat", httpx.Response(404), "repeat the command with --server http://server/v1[.]"),
         ("http://server/v1", httpx.Response(404, json={"message": "no m"}), "no m.*; see the server's log"),
         ("http://server/v1", httpx.Response(401), "repeat the command with the server's key as --api-key"),
         ("http://server/v1", httpx.ReadTimeout("slow"), "timed out.*; see the server's log, then repeat"),
     ],
-    ids=["no server", "no /v1", "a longer path", "refused", "no key", "slow"],
+    ids=["no server", "no /v1", "a host called v1", "a longer path", "refused", "no key", "slow"],
 )
 def test_a_failed_request_has_its_cure(tmp_path: Path, url: str, answer: object, cure: str) -> None:
     def reply(request: httpx.Request) -> httpx.Response:
