@@ -215,6 +215,11 @@ def current() -> Flags:
     return read(os.environ)
 
 
+def selects_stock(environ: Mapping[str, str]) -> bool:
+    """Return whether `environ` selects SGLang's own worker. Other variables are not checked, and may be invalid."""
+    return environ.get("SGLANG_DFLASH_WORKER", "").lower() == Worker.STOCK
+
+
 def table() -> str:
     """Return the flags as a Markdown table, for `docs/environment.md`."""
     rows = ["| variable | values | default | meaning |", "|---|---|---|---|"]

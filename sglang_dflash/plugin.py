@@ -32,7 +32,7 @@ def register() -> None:
     try:
         host.require_seams()
     except HostMismatch as mismatch:
-        if os.environ.get("SGLANG_DFLASH_WORKER", "").lower() == Worker.STOCK:
+        if flags.selects_stock(os.environ):
             logger.warning("%s; sglang-dflash is inactive (SGLANG_DFLASH_WORKER=stock)", mismatch)
             return
         # SystemExit, because SGLang would log and ignore an Exception.

@@ -162,7 +162,7 @@ def contract() -> str:
     wrong = [f"sglang {installed} is installed"] if installed != SGLANG else []
     with no_collection():
         wrong += filter(None, map(source.problem, names))
-    if wrong and os.environ.get("SGLANG_DFLASH_WORKER", "").lower() == Worker.STOCK:
+    if wrong and flags.selects_stock(os.environ):
         return f"{', '.join(wrong)}; only SGLang's own worker can serve DFLASH"
     if wrong:
         cure = f"install the unmodified release sglang {SGLANG}, or set SGLANG_DFLASH_WORKER=stock"
