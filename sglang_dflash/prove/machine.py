@@ -23,7 +23,7 @@ gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(gpu and [gpu.name, f"sm{gpu.major}{gpu.minor}", gpu.total_memory]))"""
 MAX_REQUESTS = "32"  # for a tiny pair's server on a GPU
 GPU_FLAGS = (
-    *("--mem-fraction-static", "0.3", "--sampling-backend", "pytorch"),
+    *("--mem-fraction-static", "0.5", "--sampling-backend", "pytorch"),
     *("--max-total-tokens", "131072"),  # the default for a tiny model is millions, with minutes of bookkeeping
     *("--max-running-requests", MAX_REQUESTS, "--cuda-graph-max-bs-decode", MAX_REQUESTS),
     *("--mamba-radix-cache-strategy", "extra_buffer", "--max-mamba-cache-size", "256"),
@@ -85,11 +85,11 @@ class Place:
 
     @property
     def side_by_side(self) -> bool:
-        """Return whether several servers may run at the same time. This holds only for the tiny pair on a CPU.
+        """Return whether several servers may run at the same time.
 
-        On a GPU each server takes all free memory.
+        The tiny pair's servers need little memory. A server of the user's pair takes all free memory.
         """
-        return self.gpu is None and not self.is_own
+        return not self.is_own
 
     @property
     def exact(self) -> bool:
