@@ -40,7 +40,7 @@ def register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dflash.cpu.platform import register_choices
+    from sglang_dflash.cpu.platform import register_choices, require_device
     from sglang_dflash.draft.sglang_config import as_long_as_the_target, read_draft
 
     HookRegistry.register(HOOKS["create_worker"], create_worker, HookType.AROUND)
@@ -48,6 +48,7 @@ def register() -> None:
     HookRegistry.register(HOOKS["read_draft"], read_draft, HookType.AROUND)
     HookRegistry.register(HOOKS["draft_length"], as_long_as_the_target, HookType.AROUND)
     register_resolution_hook("handle_deprecated_dp_attention")(apply_flags)
+    register_resolution_hook("handle_missing_default_values")(require_device)
     register_resolution_hook("handle_speculative_decoding")(check_arguments)
     register_choices()
 

@@ -111,3 +111,19 @@ def register_choices() -> None:
         # so SGLang's check is disabled.
         hook: Any = import_module("sglang.srt.arg_groups.speculative_hook")
         hook.attn_dp_enabled_of = lambda args: False
+
+
+def require_device(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Refuse a launch without `--device` on this platform. Wraps SGLang's choice of default values.
+
+    SGLang would choose a `torch.device` and fail, because it needs text. A server on a CPU is rarely meant where a GPU
+    is not found.
+    """
+    from sglang.srt.platforms import current_platform
+
+    if server_args.device is None and isinstance(current_platform, CpuPlatform):
+        raise ValueError(
+            "torch finds no GPU; check nvidia-smi, CUDA_VISIBLE_DEVICES and the build of torch, or add --device cpu to "
+            "serve on this CPU"
+        )
+    previous(server_args)

@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +60,21 @@ def test_the_draft_backend_is_offered_only_on_the_active_platform(monkeypatch: p
     register_choices()
     register_choices()
     assert [*before, ATTENTION_BACKEND] == DRAFT_ATTENTION_BACKEND_CHOICES
+
+
+def test_a_launch_on_a_cpu_must_name_its_device(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt import platforms
+
+    from sglang_dflash.cpu.platform import CpuPlatform, require_device
+
+    seen: list[str | None] = []
+    for platform, device in ((platforms.SRTPlatform(), None), (CpuPlatform(), "cpu")):
+        monkeypatch.setattr(platforms, "_current_platform", platform)
+        require_device(SimpleNamespace(device=device), lambda server_args: seen.append(server_args.device))
+    assert seen == [None, "cpu"]
+    with pytest.raises(ValueError, match=r"torch finds no GPU; .* or add --device cpu"):
+        require_device(SimpleNamespace(device=None), seen.append)
+    assert len(seen) == 2
 
 
 def gpu_kernel() -> str:
