@@ -92,7 +92,7 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         ({"attention_dp": True}, NotSupported, "without --enable-dp-lm-head .*; add --enable-dp-lm-head"),
         (
             {"attention_dp": True, "dp_lm_head": True, "tp_size": 6, "attention_dp_size": 2}, ValueError,
-            r"over 3 ranks \(--tp-size 6, 2 groups of .*\); use a --tp-size that gives each group 1 or 2 or 4$",
+            r"over 3 ranks \(--tp-size 6, 2 groups of .*\); set .* so that the ranks of a group are 1 or 2 or 4$",
         ),
         (
             {"disaggregation": "decode", "draft_window": 64}, NotSupported,

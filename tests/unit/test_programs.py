@@ -63,7 +63,10 @@ def test_an_unknown_program_is_refused(name: str, cure: str, capsys: pytest.Capt
             "did you mean --learning-rate?",
         ),
         (["train", "darft"], "; did you mean draft?"),
-        (["train", "tiny", "--steps", "9"], "; --steps is an option of another command, see this one's --help"),
+        (
+            ["train", "tiny", "--steps", "9"],
+            "; --steps is an option of another command, or stands before its command; see --help",
+        ),
         (["models", "smol"], "; did you mean smollm2?"),
         (["dashboard", "--zzz"], "unrecognized arguments: --zzz"),
     ],

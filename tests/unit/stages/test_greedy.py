@@ -192,5 +192,5 @@ def test_unsupported_processors_keep_the_full_gather(change, why, caplog):
 
 def test_data_parallel_attention_and_two_processors_keep_the_gather():
     one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
-    assert "in 2 places" in why_whole([one.processor] * 2, one.ends, OneGroup())
-    assert "attention data parallelism" in why_whole([one.processor], one.ends, Groups())
+    assert "2 LogitsProcessor modules, not one" in why_whole([one.processor] * 2, one.ends, OneGroup())
+    assert "attention is data parallel" in why_whole([one.processor], one.ends, Groups())
