@@ -19,7 +19,8 @@ from sglang_dflash.tiny.pairs import ARMS, Arm
 
 TEMPERATURE = 2.0  # at 1 the tiny pair is nearly certain of most tokens
 N_DRAWS, N_DRAWS_EMULATED, DRAWN_AT_ONCE = 1200, 400, 8
-N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5  # tokens per answer; the median is over 1 + N_ONE_TOKEN_ROUNDS answers
+N_ONE_TOKEN, N_LEFT_OUT = 256, 16  # timed tokens of an answer, and tokens before them
+N_ONE_TOKEN_ROUNDS = 6  # answers per median
 ONE_TOKEN_WITHIN = 1.1  # bound of (time per token at width 1) / (time per token without speculation)
 SPEED_AT, SPEED_AT_EMULATED = (1, 8, 16, 32), (1, 4)  # concurrencies
 
@@ -75,18 +76,24 @@ def judge_parity(
        expected=f"at most {ONE_TOKEN_WITHIN:.2f} times")  # fmt: skip
 def check_one_token(place: Place, found: Found) -> None:
     """Compare the median times per token of one request: with a width of 1, and without speculation."""
-    asked, ms = served.prompts(place)[:1], dict[Arm, float]()
+    prompt, ms = served.prompts(place)[0], dict[Arm, float]()
     env = {"SGLANG_DFLASH_WIDTHS": "1", "SGLANG_DFLASH_COPY": "off"}
     for arm in (Arm.OFF, Arm.PLUGIN):  # one after the other, because on a GPU each server takes all free memory
         with served.serving(place, [arm], place.backends[0], env=env) as servers:
-            ms[arm] = median(token_ms(servers[arm], asked) for _ in range(1 + N_ONE_TOKEN_ROUNDS))
+            ms[arm] = median(token_ms(servers[arm], prompt) for _ in range(N_ONE_TOKEN_ROUNDS))
     found(judge_one_token(ms[Arm.OFF], ms[Arm.PLUGIN]))
 
 
-def token_ms(server: Server, asked: Sequence[Sequence[int]]) -> float:
-    began = perf_counter()
-    (answer,) = served.ask(server, asked, concurrency=1, n_new=N_ONE_TOKEN)
-    return (perf_counter() - began) * 1e3 / len(answer.token_ids)
+def token_ms(server: Server, prompt: Sequence[int]) -> float:
+    """Return the milliseconds per token of one request's decode steps: a long answer's time less a short one's."""
+    seconds = []
+    for n_new in (N_LEFT_OUT, N_LEFT_OUT + N_ONE_TOKEN):
+        server.flush_cache()
+        began = perf_counter()
+        server.generate(prompt, max_new_tokens=n_new, ignore_eos=True)
+        seconds.append(perf_counter() - began)
+    short, long = seconds
+    return (long - short) * 1e3 / N_ONE_TOKEN
 
 
 def judge_one_token(off_ms: float, ours_ms: float) -> Finding:

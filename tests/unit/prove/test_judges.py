@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -70,6 +70,25 @@ def test_other_padding_does_not_hold(seen: dict[str, Any]) -> None:
 def test_without_padding_the_check_is_skipped() -> None:
     with pytest.raises(pytest.skip.Exception, match="no batch was padded"):
         finding(inside.check_padding, record(padded=-8))
+
+
+def test_the_time_of_a_token_leaves_out_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+
+    class Timed:
+        """Server with a prefill of 5 s and 2 ms per token, whose answers end only at the requested length."""
+
+        def flush_cache(self) -> None:
+            nonlocal clock
+            clock += 30
+
+        def generate(self, prompt: list[int], *, max_new_tokens: int, ignore_eos: bool) -> None:
+            nonlocal clock
+            assert ignore_eos
+            clock += 5 + 0.002 * max_new_tokens
+
+    monkeypatch.setattr(outside, "perf_counter", lambda: clock)
+    assert outside.token_ms(cast(Any, Timed()), [1, 2]) == pytest.approx(2.0)
 
 
 def test_step_of_one_token_may_cost_a_tenth_more() -> None:
