@@ -116,14 +116,14 @@ def register_choices() -> None:
 def require_device(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Refuse a launch without `--device` on this platform. Wraps SGLang's choice of default values.
 
-    SGLang would choose a `torch.device` and fail, because it needs text. A server on a CPU is rarely meant where a GPU
-    is not found.
+    SGLang would take a `torch.device` where it needs a string, and fail. Whoever names no device usually expects a GPU.
     """
+    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.platforms import current_platform
 
-    if server_args.device is None and isinstance(current_platform, CpuPlatform):
+    if resolving_view(server_args).device is None and isinstance(current_platform, CpuPlatform):
         raise ValueError(
-            "torch finds no GPU; check nvidia-smi, CUDA_VISIBLE_DEVICES and the build of torch, or add --device cpu to "
-            "serve on this CPU"
+            "torch finds no GPU; to serve on this CPU add --device cpu, else check nvidia-smi, CUDA_VISIBLE_DEVICES "
+            "and the build of torch"
         )
     previous(server_args)

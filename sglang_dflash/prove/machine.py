@@ -23,6 +23,7 @@ gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(gpu and [gpu.name, f"sm{gpu.major}{gpu.minor}", gpu.total_memory]))"""
 MAX_REQUESTS = "32"  # for a tiny pair's server on a GPU
 GPU_FLAGS = (
+    # The other half is for the servers beside it: SGLang counts their memory as used.
     *("--mem-fraction-static", "0.5", "--sampling-backend", "pytorch"),
     *("--max-total-tokens", "131072"),  # the default for a tiny model is millions, with minutes of bookkeeping
     *("--max-running-requests", MAX_REQUESTS, "--cuda-graph-max-bs-decode", MAX_REQUESTS),
@@ -109,7 +110,7 @@ class Place:
         page_size = page_size or self.page_sizes(attention)[0]
         own = ["--attention-backend", attention, "--page-size", str(page_size), *self.server_flags]
         if self.is_own:
-            return own
+            return own if self.gpu else ["--device", "cpu", *own]
         if self.gpu is None:
             return [*tiny.FLAGS, *tiny.HYBRID_FLAGS, *EMULATION_FLAGS, *own]
         return [*GPU_FLAGS, "--dtype", "bfloat16", *own]

@@ -19,7 +19,7 @@ from sglang_dflash.tiny.pairs import ARMS, Arm
 
 TEMPERATURE = 2.0  # at 1 the tiny pair is nearly certain of most tokens
 N_DRAWS, N_DRAWS_EMULATED, DRAWN_AT_ONCE = 1200, 400, 8
-N_ONE_TOKEN, N_LEFT_OUT = 256, 16  # timed tokens of an answer, and tokens before them
+N_LEFT_OUT, N_ONE_TOKEN = 16, 256  # the first tokens of an answer are not timed, the next are
 N_ONE_TOKEN_ROUNDS = 6  # answers per median
 ONE_TOKEN_WITHIN = 1.1  # bound of (time per token at width 1) / (time per token without speculation)
 SPEED_AT, SPEED_AT_EMULATED = (1, 8, 16, 32), (1, 4)  # concurrencies
@@ -78,7 +78,7 @@ def check_one_token(place: Place, found: Found) -> None:
     """Compare the median times per token of one request: with a width of 1, and without speculation."""
     prompt, ms = served.prompts(place)[0], dict[Arm, float]()
     env = {"SGLANG_DFLASH_WIDTHS": "1", "SGLANG_DFLASH_COPY": "off"}
-    for arm in (Arm.OFF, Arm.PLUGIN):  # one after the other, because on a GPU each server takes all free memory
+    for arm in (Arm.OFF, Arm.PLUGIN):  # one after the other, so that no server disturbs the times
         with served.serving(place, [arm], place.backends[0], env=env) as servers:
             ms[arm] = median(token_ms(servers[arm], prompt) for _ in range(N_ONE_TOKEN_ROUNDS))
     found(judge_one_token(ms[Arm.OFF], ms[Arm.PLUGIN]))
@@ -90,8 +90,10 @@ def token_ms(server: Server, prompt: Sequence[int]) -> float:
     for n_new in (N_LEFT_OUT, N_LEFT_OUT + N_ONE_TOKEN):
         server.flush_cache()
         began = perf_counter()
-        server.generate(prompt, max_new_tokens=n_new, ignore_eos=True)
+        answer = server.generate(prompt, max_new_tokens=n_new, ignore_eos=True)
         seconds.append(perf_counter() - began)
+        n = len(answer.token_ids)
+        assert n == n_new, f"{n} tokens instead of {n_new}; raise --context-length"
     short, long = seconds
     return (long - short) * 1e3 / N_ONE_TOKEN
 

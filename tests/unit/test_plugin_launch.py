@@ -212,6 +212,13 @@ def test_a_draft_must_be_named(launch, pair):
     assert ended.last_line.endswith("ValueError: DFLASH needs a draft model; give --speculative-draft-model-path")
 
 
+def test_a_launch_on_a_cpu_must_name_its_device(launch, pair):
+    line = CPU.format(target=pair["dense"], draft=pair["draft"]).replace("--device cpu ", "")
+    ended = launch("sglang.launch_server", *line.split())
+    assert ended.code not in (0, None)
+    assert "ValueError: torch finds no GPU; to serve on this CPU add --device cpu, else" in ended.last_line
+
+
 @pytest.mark.ci
 def test_bad_input_in_a_real_process(pair):
     line = CPU.format(target=pair["hybrid"], draft=pair["draft"]) + " --speculative-num-draft-tokens 16"

@@ -82,13 +82,20 @@ def test_the_time_of_a_token_leaves_out_the_prefill(monkeypatch: pytest.MonkeyPa
             nonlocal clock
             clock += 30
 
-        def generate(self, prompt: list[int], *, max_new_tokens: int, ignore_eos: bool) -> None:
+        longest = 1000
+
+        def generate(self, prompt: list[int], *, max_new_tokens: int, ignore_eos: bool) -> Generation:
             nonlocal clock
             assert ignore_eos
             clock += 5 + 0.002 * max_new_tokens
+            return Generation([7] * min(max_new_tokens, self.longest), "", {})
 
     monkeypatch.setattr(outside, "perf_counter", lambda: clock)
-    assert outside.token_ms(cast(Any, Timed()), [1, 2]) == pytest.approx(2.0)
+    server = Timed()
+    assert outside.token_ms(cast(Any, server), [1, 2]) == pytest.approx(2.0)
+    server.longest = 200
+    with pytest.raises(AssertionError, match="200 tokens instead of 272; raise --context-length"):
+        outside.token_ms(cast(Any, server), [1, 2])
 
 
 def test_step_of_one_token_may_cost_a_tenth_more() -> None:

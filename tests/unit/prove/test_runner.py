@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,9 @@ def test_a_given_pair_is_served_alone_with_its_flags(monkeypatch):
     monkeypatch.setattr(machine, "try_to_load_from_cache", lambda name, file: f"cache/{name}/{file}")
     own, tiny = machine.place_of(options), machine.place_of(program.parse(["-k", "distribution"]))
     assert own.flags("fa3", 16) == ["--attention-backend", "fa3", "--page-size", "16", "--tp-size", "2"]
+    assert tiny.side_by_side
     assert not own.side_by_side
+    assert replace(own, gpu=None).flags("fa3", 16)[:2] == ["--device", "cpu"]
     assert not own.exact
     assert not tiny.exact
     assert "bfloat16" in tiny.flags("triton")
