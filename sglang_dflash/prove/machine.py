@@ -23,7 +23,7 @@ gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(gpu and [gpu.name, f"sm{gpu.major}{gpu.minor}", gpu.total_memory]))"""
 MAX_REQUESTS = "32"  # for a tiny pair's server on a GPU
 GPU_FLAGS = (
-    # The other half is for the servers beside it: SGLang counts their memory as used.
+    # Servers start side by side. Each counts the others' memory as used, so it may take half.
     *("--mem-fraction-static", "0.5", "--sampling-backend", "pytorch"),
     *("--max-total-tokens", "131072"),  # the default for a tiny model is millions, with minutes of bookkeeping
     *("--max-running-requests", MAX_REQUESTS, "--cuda-graph-max-bs-decode", MAX_REQUESTS),
@@ -88,7 +88,7 @@ class Place:
     def side_by_side(self) -> bool:
         """Return whether several servers may run at the same time.
 
-        The tiny pair's servers need little memory. A server of the user's pair takes all free memory.
+        The tiny pair's servers need little memory. By default a server of the user's pair takes most of it.
         """
         return not self.is_own
 

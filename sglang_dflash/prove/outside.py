@@ -19,8 +19,8 @@ from sglang_dflash.tiny.pairs import ARMS, Arm
 
 TEMPERATURE = 2.0  # at 1 the tiny pair is nearly certain of most tokens
 N_DRAWS, N_DRAWS_EMULATED, DRAWN_AT_ONCE = 1200, 400, 8
-N_LEFT_OUT, N_ONE_TOKEN = 16, 256  # the first tokens of an answer are not timed, the next are
-N_ONE_TOKEN_ROUNDS = 6  # answers per median
+N_LEFT_OUT, N_ONE_TOKEN = 16, 256  # tokens of the short answer, and further tokens of the long one
+N_ONE_TOKEN_ROUNDS = 6  # pairs of a short and a long answer per median
 ONE_TOKEN_WITHIN = 1.1  # bound of (time per token at width 1) / (time per token without speculation)
 SPEED_AT, SPEED_AT_EMULATED = (1, 8, 16, 32), (1, 4)  # concurrencies
 
@@ -85,7 +85,7 @@ def check_one_token(place: Place, found: Found) -> None:
 
 
 def token_ms(server: Server, prompt: Sequence[int]) -> float:
-    """Return the milliseconds per token of one request's decode steps: a long answer's time less a short one's."""
+    """Return the milliseconds per decoded token: (a long answer's time - a short one's) / (difference in tokens)."""
     seconds = []
     for n_new in (N_LEFT_OUT, N_LEFT_OUT + N_ONE_TOKEN):
         server.flush_cache()

@@ -76,7 +76,7 @@ def test_the_time_of_a_token_leaves_out_the_prefill(monkeypatch: pytest.MonkeyPa
     clock = 0.0
 
     class Timed:
-        """Server with a prefill of 5 s and 2 ms per token, whose answers end only at the requested length."""
+        """Server with a prefill of 5 s and 2 ms per token. Answers end at the requested length or at `longest`."""
 
         def flush_cache(self) -> None:
             nonlocal clock
