@@ -78,11 +78,11 @@ def test_the_time_of_a_token_leaves_out_the_prefill(monkeypatch: pytest.MonkeyPa
     class Timed:
         """Server with a prefill of 5 s and 2 ms per token. Answers end at the requested length or at `longest`."""
 
+        longest = 1000
+
         def flush_cache(self) -> None:
             nonlocal clock
             clock += 30
-
-        longest = 1000
 
         def generate(self, prompt: list[int], *, max_new_tokens: int, ignore_eos: bool) -> Generation:
             nonlocal clock
