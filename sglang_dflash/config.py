@@ -96,6 +96,8 @@ class DFlashConfig:
             "draft attention backend": self.draft_attention_backend,
             "draft": self.draft.path,
         }
+        if self.flags.simulated:
+            facts["answers are meaningless, because acceptance is simulated:"] = self.flags.simulated
         return ", ".join(f"{name} {value}" for name, value in facts.items())
 
     @property
@@ -128,9 +130,9 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     draft_window = fit.window(arguments, draft, block_size)
     _check_sessions(arguments, draft_window)
     _check_rings(arguments, draft_window)
-    no_copies = why_no_copies(flags.copy, arguments.disaggregation)
+    no_copies = why_no_copies(flags.copy, arguments.disaggregation, is_simulated=flags.simulated is not None)
     verifies = arguments.disaggregation != "prefill"
-    whole_blocks = why_whole_blocks(arguments, target) if verifies else ""
+    whole_blocks = why_whole_blocks(arguments, target, flags) if verifies else ""
     widths = candidates(flags, block_size, no_copies, whole_blocks)
     return DFlashConfig(
         draft=draft,
@@ -254,13 +256,16 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
 # -- facts about the target ---------------------------------------------------------------------------------------
 
 
-def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
+def why_whole_blocks(arguments: Arguments, target: TargetFacts, flags: Flags) -> str:
     """Return the reason why a step must verify the whole block; "" if other widths are possible.
 
+    Simulated acceptance would be equal at all widths from `Simulated.length` on, so no policy could choose among them.
     Among recurrent layers, only Gated DeltaNet supports other widths. For Mamba2, SGLang stores a state per block
     token. SGLang's verify locates a request's states by the number of verified tokens. SGLang's commit locates them by
     the pool's block size, so both numbers must be equal.
     """
+    if flags.simulated:
+        return "simulated acceptance does not depend on the width; --speculative-num-draft-tokens sets the block size"
     if arguments.attention_dp:
         return "attention data parallelism supports no other width"
     if target.recurrent and not target.gated_delta_net:

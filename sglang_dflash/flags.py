@@ -51,6 +51,17 @@ class Copy(StrEnum):
     RANDOM = "random"
 
 
+class Simulated(NamedTuple):
+    """Simulated acceptance: every step commits about `length` tokens per request, whatever the target's tokens are."""
+
+    length: float  # tokens per step, bonus included
+    method: str  # "match-expected": `length` rounded down or up; "multinomial": normally distributed around `length`
+    tokens: str  # "fixed": committed tokens are token 100; "real-draft-token": drafts, then the target's token
+
+    def __str__(self) -> str:
+        return f"{self.length:g} tokens per step ({self.method}, {self.tokens})"
+
+
 @dataclass(frozen=True)
 class Flags:
     """Parsed environment flags.
@@ -66,6 +77,7 @@ class Flags:
         rehearse: emulation of a GPU on the CPU.
         probe: report the worker's internals, see `prove/probe.py`.
         overlap: allow the overlap schedule; False acts as `--disable-overlap-schedule`.
+        simulated: acceptance to simulate; None: acceptance is real.
     """
 
     worker: Worker
@@ -78,6 +90,7 @@ class Flags:
     rehearse: Rehearse
     probe: bool
     overlap: bool
+    simulated: Simulated | None
 
 
 @dataclass(frozen=True)
@@ -179,6 +192,30 @@ FLAGS = (
         _OFF_ON,
         "SGLang's own variable. `1`: allow `--context-length` above the model's limit.",
     ),
+    Flag(
+        "SGLANG_SIMULATE_ACC_LEN",
+        "-1",
+        ("-1",),
+        "SGLang's own variable, for speed measurements. A positive number is the "
+        "[simulated](tuning.md#simulated-acceptance) number of tokens per step. Answers are then meaningless.",
+        pattern=r"-?[0-9]+(\.[0-9]+)?",
+        form="a number",
+        example="5.5",
+    ),
+    Flag(
+        "SGLANG_SIMULATE_ACC_METHOD",
+        "match-expected",
+        ("match-expected", "multinomial"),
+        "SGLang's own variable. `match-expected`: the simulated number is rounded down or up. `multinomial`: it is "
+        "normally distributed with standard deviation 1.",
+    ),
+    Flag(
+        "SGLANG_SIMULATE_ACC_TOKEN_MODE",
+        "fixed",
+        ("fixed", "real-draft-token"),
+        "SGLang's own variable. Tokens of a simulated step: token 100 (`fixed`), or the drafts and a token of the "
+        "target.",
+    ),
 )
 
 
@@ -202,6 +239,7 @@ def read(environ: Mapping[str, str]) -> Flags:
         rehearse=_rehearse(raw["SGLANG_DFLASH_REHEARSE"], worker),
         probe=raw["SGLANG_DFLASH_PROBE"] == "1",
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
+        simulated=_simulated(*(raw[f"SGLANG_SIMULATE_ACC_{name}"] for name in ("LEN", "METHOD", "TOKEN_MODE"))),
     )
 
 
@@ -253,6 +291,10 @@ def _rehearse(value: str, worker: Worker) -> Rehearse:
             "leave out `,streams` or unset SGLANG_DFLASH_WORKER"
         )
     return Rehearse("sm90" if gpu == "1" else gpu, kernels="kernels" in more, streams="streams" in more)
+
+
+def _simulated(length: str, method: str, tokens: str) -> Simulated | None:
+    return Simulated(float(length), method, tokens) if float(length) > 0 else None
 
 
 def _on(value: str) -> bool:

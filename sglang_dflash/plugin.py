@@ -99,7 +99,6 @@ def hook_scheduler(config: "DFlashConfig") -> None:
 
     hooks: host.Hooks = {
         HOOKS["validate_request"]: (admit, HookType.AROUND),
-        HOOKS["validate_mask"]: (admit, HookType.AROUND),
         HOOKS["row_headroom"]: (row_headroom, HookType.AFTER),
         HOOKS["after_transfer"]: (after_transfer, HookType.AFTER),
         HOOKS["finish"]: (update_finish_state, HookType.AROUND),
@@ -108,6 +107,8 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),
     }
+    if config.flags.simulated is None:  # with simulated acceptance SGLang rejects sampling masks
+        hooks[HOOKS["validate_mask"]] = admit, HookType.AROUND
     recurrent = config.target.recurrent
     if recurrent:
         hooks |= {

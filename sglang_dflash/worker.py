@@ -40,13 +40,11 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker, HiCacheDraftPlan
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
-from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 from sglang_dflash_kernels.accept import Accepted
 
 from sglang_dflash import __version__
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.draft.target_ends import target_ends
-from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import GdnState
 from sglang_dflash.host import contract
 from sglang_dflash.host.draft_input import DraftInput
@@ -82,8 +80,6 @@ class DFlashWorker(BaseSpecWorker):
     ) -> None:
         """Load the draft. The target is already loaded. The memory pools of both are created later."""
         super().__init__()
-        if SIMULATE_ACC_LEN > 0:
-            raise NotSupported(f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: acceptance is never simulated; unset it")
         self._target_worker = target_worker
         self.target_runner = target_worker.model_runner
         self.device = target_worker.device
@@ -189,6 +185,7 @@ class DFlashWorker(BaseSpecWorker):
             block_size=config.block_size,
             mask_token_id=config.draft.mask_token_id,
             slots_are_ours=config.slots_are_ours,
+            simulated=config.flags.simulated,
             on_host=on_host,
         )
         policy = DryRun(self.stages, on_host=on_host).run(config.flags.width_policy)
@@ -235,6 +232,7 @@ class DFlashWorker(BaseSpecWorker):
             "draft_kv_bytes": int(sum(self.draft_runner.token_to_kv_pool.get_kv_size_bytes())),  # int: no numpy in JSON
             "width": self.width.describe(),
             "copies": self.stages.copier.totals(),
+            "simulated": self.config.flags.simulated and self.config.flags.simulated._asdict(),
         }
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:

@@ -54,6 +54,8 @@ def render(dflash: dict[str, Any]) -> str:
     """Format a server's report as lines of text."""
     width, costs = dflash["width"], dflash["width"]["seconds"]
     lines = [f"sglang-dflash {dflash['version']}, blocks of {dflash['block_size']}, width {width['policy']}"]
+    if dflash["simulated"]:
+        lines.append(f"acceptance is simulated, so answers are meaningless: {dflash['simulated']}")
     if costs:
         lines.append("seconds per step, requests x width:")
         lines.append(table(costs))

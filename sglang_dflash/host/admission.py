@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dflash import flags
 from sglang_dflash.draft.dialects import is_draft
 from sglang_dflash.host import contract
 from sglang_dflash.host.increments import hook_parsers
@@ -43,14 +44,23 @@ def hook_tokenizer() -> None:
     """
     hook_parsers()
     contract.check(SECTIONS["admission"])
-    contract.set_hooks(
-        {
-            HOOKS["asked"]: (check_asked, HookType.AFTER),
-            HOOKS["prompt"]: (check_prompt, HookType.AROUND),
-            HOOKS["tokenized"]: (check_parameters, HookType.AFTER),
-            HOOKS["renamed"]: (keep_name, HookType.AROUND),
-        }
-    )
+    hooks: contract.Hooks = {
+        HOOKS["asked"]: (check_asked, HookType.AFTER),
+        HOOKS["prompt"]: (check_prompt, HookType.AROUND),
+        HOOKS["tokenized"]: (check_parameters, HookType.AFTER),
+        HOOKS["renamed"]: (keep_name, HookType.AROUND),
+    }
+    if flags.current().simulated:
+        hooks[HOOKS["counted"]] = mark_simulated, HookType.AFTER
+    contract.set_hooks(hooks)
+
+
+def mark_simulated(result: None, manager: Any, meta_info: dict[str, Any], *_: Any) -> None:
+    """Add the simulated acceptance to an answer's `meta_info`.
+
+    Hook after `TokenizerManager._calculate_spec_decoding_metrics`.
+    """
+    meta_info["spec_simulated"] = str(flags.current().simulated)
 
 
 def keep_name(stock: Callable[..., None], manager: Any, model_path: str, load_format: str) -> None:

@@ -19,22 +19,25 @@ WITHOUT_TEXTS = {  # reason why a server keeps no histories, by `--disaggregatio
 }
 
 
-def why_no_copies(copy: Copy, disaggregation: str) -> str:
+def why_no_copies(copy: Copy, disaggregation: str, *, is_simulated: bool = False) -> str:
     """Return the reason why a server keeps no token histories; "" if it keeps them.
 
     Args:
         copy: value of SGLANG_DFLASH_COPY.
         disaggregation: value of `--disaggregation-mode`.
+        is_simulated: acceptance is simulated.
     Raises:
         NotSupported: copies are required but impossible.
     """
     if copy is Copy.OFF:
         return f"SGLANG_DFLASH_COPY={copy}"
-    reason = WITHOUT_TEXTS.get(disaggregation, "")
+    setting, reason = f"--disaggregation-mode {disaggregation}", WITHOUT_TEXTS.get(disaggregation, "")
+    if is_simulated:
+        setting, reason = "SGLANG_SIMULATE_ACC_LEN", "a simulated step accepts copies and other drafts alike"
     if reason and copy is not Copy.AUTO:
         raise NotSupported(
-            f"SGLANG_DFLASH_COPY={copy} is not supported with --disaggregation-mode {disaggregation} ({reason}); "
-            "set SGLANG_DFLASH_COPY to auto or off"
+            f"SGLANG_DFLASH_COPY={copy} is not supported with {setting} ({reason}); set SGLANG_DFLASH_COPY to auto or "
+            "off"
         )
     return reason
 

@@ -8,7 +8,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_dflash_kernels.accept import ACCEPT
 
-from sglang_dflash.flags import Copy
+from sglang_dflash.flags import Copy, Simulated
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.stages.choice import Choice
 from sglang_dflash.stages.context_kv import ContextKV
@@ -19,6 +19,7 @@ from sglang_dflash.stages.engines import build_engines
 from sglang_dflash.stages.greedy import Whole
 from sglang_dflash.stages.planner import Planner
 from sglang_dflash.stages.ranks import OneGroup
+from sglang_dflash.stages.simulated import SimulatedAccept
 from sglang_dflash.stages.stages import Stages
 from sglang_dflash.stages.state import State
 from sglang_dflash.stages.verifier import Verifier
@@ -38,6 +39,7 @@ def build_stages(
     block_size: int,
     mask_token_id: int,
     slots_are_ours: bool,
+    simulated: Simulated | None,
     on_host: bool,
 ) -> Stages:
     """Build the stages.
@@ -53,6 +55,7 @@ def build_stages(
         widths: verify widths.
         copy: use of n-gram copies.
         slots_are_ours: SGLang copies no K/V out of or into KV slots, see `DFlashConfig`.
+        simulated: acceptance to simulate; None: acceptance is real.
         on_host: the target runs on the CPU, without GPU emulation.
     """
     target = worker.model_runner
@@ -70,7 +73,7 @@ def build_stages(
         drafter=Drafter(draft, slots, block_size, ranks.draft_scope(target)),
         verifier=Verifier(worker, engines, ranks, on_host=on_host),
         choice=choice,
-        accept=ACCEPT.form_for(planner.req_to_token),
+        accept=SimulatedAccept(simulated) if simulated else ACCEPT.form_for(planner.req_to_token),
         context_kv=ContextKV(
             draft.model,
             draft,

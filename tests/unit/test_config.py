@@ -24,6 +24,7 @@ ARGUMENTS = Arguments(
     attention_dp=False, attention_dp_size=1, dp_lm_head=False, disaggregation="null", num_steps=None, topk=None,
     accept_thresholds=(1.0, 1.0), unsupported=(), sized_after_capture=False, streaming_session=False, page_size=None,
 )  # fmt: skip
+SIMULATED = {"SGLANG_SIMULATE_ACC_LEN": "4"}
 FLAGS, FP8_HEAD = flags.read({}), flags.read({"SGLANG_DFLASH_DRAFT_HEAD": "fp8"})
 
 
@@ -129,6 +130,16 @@ def test_flags_without_an_exact_meaning_are_refused(changes, error, sentence, dr
 def test_a_draft_for_another_target_is_refused(changes, sentence, draft):
     with pytest.raises(ValueError, match=sentence):
         combine(ARGUMENTS, replace(TARGET, **changes), draft, FLAGS)
+
+
+def test_simulated_acceptance_verifies_whole_blocks_without_copies(draft):
+    served = combine(ARGUMENTS, TARGET, draft, flags.read(SIMULATED))
+    assert (served.widths, served.copy) == ((8,), Copy.OFF)
+    assert served.summary().endswith("acceptance is simulated: 4 tokens per step (match-expected, fixed)")
+    with pytest.raises(NotSupported, match=r"_COPY=on is not supported with SGLANG_SIMULATE_ACC_LEN .*COPY to auto or"):
+        combine(ARGUMENTS, TARGET, draft, flags.read(SIMULATED | {"SGLANG_DFLASH_COPY": "on"}))
+    with pytest.raises(NotSupported, match=r"_WIDTHS=1,8: this server verifies only whole blocks \(simulated accept"):
+        combine(ARGUMENTS, TARGET, draft, flags.read(SIMULATED | {"SGLANG_DFLASH_WIDTHS": "1,8"}))
 
 
 def test_streaming_sessions_with_pages_refuse_a_window(draft):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.flags import Copy, Flags, GdnState, Rehearse, WidthPolicy, Worker
+from sglang_dflash.flags import Copy, Flags, GdnState, Rehearse, Simulated, WidthPolicy, Worker
 
 PAGE = Path(flags.__file__).with_name("docs") / "environment.md"
 
@@ -22,6 +22,7 @@ def test_defaults_are_the_plugin_and_the_overlap_schedule() -> None:
         rehearse=Rehearse(),
         probe=False,
         overlap=True,
+        simulated=None,
     )
 
 
@@ -68,6 +69,17 @@ def test_width_lists_are_sorted_without_duplicates() -> None:
 def test_malformed_width_lists_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match="is not one of auto, fixed, random or a list of widths such as 1,4,8,16; set"):
         flags.read({"SGLANG_DFLASH_WIDTHS": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "simulated"),
+    [("-1", None), ("0", None), ("5.5", Simulated(5.5, "match-expected", "fixed"))],
+)
+def test_a_positive_number_simulates_acceptance(value: str, simulated: Simulated | None) -> None:
+    assert flags.read({"SGLANG_SIMULATE_ACC_LEN": value}).simulated == simulated
+    more = {"SGLANG_SIMULATE_ACC_METHOD": "multinomial", "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"}
+    wanted = simulated and Simulated(5.5, "multinomial", "real-draft-token")
+    assert flags.read({"SGLANG_SIMULATE_ACC_LEN": value} | more).simulated == wanted
 
 
 def test_a_directory_keeps_its_capitals() -> None:

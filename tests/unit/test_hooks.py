@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash import plugin, worker
+from sglang_dflash import flags, plugin, worker
 from sglang_dflash.flags import Copy, GdnState
 from sglang_dflash.host import contract
 from sglang_dflash.host.admission import hook_tokenizer
@@ -26,7 +26,7 @@ def config_of(**more: Any) -> Any:
         "draft": None, "draft_kv": draft_kv(64, 12, "decode"), "gdn_state": GdnState.FOLD,
         "draft_attention_backend": "", "draft_quantization": "fp8",
         "target": SimpleNamespace(vocab_size=8, recurrent=True, architecture="Qwen3ForCausalLM"),
-        "flags": SimpleNamespace(fp8_head=False),
+        "flags": SimpleNamespace(fp8_head=False, simulated=None),
     }  # fmt: skip
     return SimpleNamespace(**facts | more)
 
@@ -38,6 +38,8 @@ def test_every_listed_hook_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = config_of(target=SimpleNamespace(vocab_size=8, recurrent=False, architecture="Qwen3ForCausalLM"))
     for config in (recurrent, dense):
         plugin.hook_scheduler(config)
+    simulated = flags.read({"SGLANG_SIMULATE_ACC_LEN": "4"})
+    monkeypatch.setattr(flags, "current", lambda: simulated)  # a further hook marks the answers
     hook_tokenizer()
     monkeypatch.setattr("sglang_dflash.metrics.meter.Meter.of", lambda reporter: SimpleNamespace(add=None, idle=None))
     plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))

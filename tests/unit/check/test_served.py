@@ -16,6 +16,7 @@ DFLASH = {
     "version": "0.1.0",
     "block_size": 8,
     "copies": [],
+    "simulated": None,
     "width": {
         "policy": "auto",
         "seconds": {"1": {"1": 0.001, "8": 0.0025}, "16": {"1": 0.002, "8": 0.01}},
