@@ -1,25 +1,15 @@
 """Training text from a target that Transformers runs in this process, without a server."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from random import Random
-from typing import NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from sglang_dflash.model.target import stop_token_ids
 from sglang_dflash.train.answers import Line, Sampling, Write
 from sglang_dflash.train.chat import rendered_prompt
-
-
-class Continuation(NamedTuple):
-    """Continuation of a prompt."""
-
-    prompt: int  # index of the prompt
-    ids: list[int]  # without the stop token
-    stopped: bool  # whether a stop token ended it, rather than the limit
+from sglang_dflash.train.writer import Asked, Continuation, writer_for
 
 
 class ModelSource:
@@ -28,7 +18,7 @@ class ModelSource:
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, at_once: int) -> None:
         self.target = target
         self.tokenizer = tokenizer
-        self.at_once = at_once
+        self.writer = writer_for(target, at_once)
         self.stop_ids = {*stop_token_ids(target), tokenizer.eos_token_id} - {None}
 
     @classmethod
@@ -36,7 +26,9 @@ class ModelSource:
         """Load a target and its tokenizer from a folder or by hub name, in the dtype of its files."""
         target = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
         torch.nn.Module.to(target, device)
-        return cls(target.eval(), AutoTokenizer.from_pretrained(path), at_once)
+        source = cls(target.eval(), AutoTokenizer.from_pretrained(path), at_once)
+        print(f"the target writes with {source.writer.name}")
+        return source
 
     def answer(self, prompts: Sequence[tuple[int, Line]], sampling: Sampling, write: Write) -> None:
         ids = []
@@ -80,36 +72,9 @@ class ModelSource:
             )
         return self.tokenizer.encode(rendered_prompt(line, self.tokenizer), add_special_tokens=False)
 
-    @torch.inference_mode()
     def generate(
         self, prompts: Sequence[list[int]], temperatures: Sequence[float], limit: int, stop_ids: set[int], seed: int
     ) -> Iterator[Continuation]:
-        """Yield a continuation of at most `limit` tokens for each prompt. Batches are in random order.
-
-        A batch has prompts of one temperature and of similar length, padded on the left.
-        """
-        order = sorted(range(len(prompts)), key=lambda i: (temperatures[i], len(prompts[i])))
-        batches: list[list[int]] = []
-        for _, same in groupby(order, key=lambda i: temperatures[i]):
-            rows = list(same)
-            batches += [rows[first : first + self.at_once] for first in range(0, len(rows), self.at_once)]
-        Random(seed).shuffle(batches)
+        """Yield a continuation of at most `limit` tokens for each prompt. Batches are in random order."""
         torch.manual_seed(seed)
-        pad_id = min(stop_ids, default=0)
-        for batch in batches:
-            temperature, tokens = temperatures[batch[0]], [torch.tensor(prompts[i]) for i in batch]
-            ids_BL = pad_sequence(tokens, batch_first=True, padding_value=pad_id, padding_side="left")
-            mask_BL = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True, padding_side="left")
-            sampled = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-            found = self.target.generate(  # type: ignore[operator]  # a method that transformers mixes in
-                ids_BL.to(self.target.device),
-                attention_mask=mask_BL.to(self.target.device),
-                max_new_tokens=limit,
-                eos_token_id=sorted(stop_ids) or None,
-                pad_token_id=pad_id,
-                do_sample=temperature > 0,
-                **sampled,
-            )
-            for i, ids in zip(batch, found[:, ids_BL.shape[1] :].tolist(), strict=True):
-                n = next((n for n, token in enumerate(ids) if token in stop_ids), None)
-                yield Continuation(i, ids[:n], n is not None)
+        yield from self.writer.write(Asked(prompts, temperatures, limit, tuple(sorted(stop_ids))), Random(seed))

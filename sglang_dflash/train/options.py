@@ -146,7 +146,8 @@ def _add_source(add: Add) -> None:
     )
     key = os.environ.get("OPENAI_API_KEY") or "none"
     add("--api-key", default=key, metavar="KEY", help="key sent to --server (default: the variable OPENAI_API_KEY)")
-    add("--at-once", type=count, default=32, help="requests in flight; without --server, prompts of a batch")
+    at_once = "requests in flight; without --server, prompts of a batch, of which a GPU needs more, such as 512"
+    add("--at-once", type=count, default=32, help=at_once)
     add("--device", help=DEVICE_HELP)
     add("--seed", **SEED)
 
