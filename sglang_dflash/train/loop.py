@@ -1,7 +1,8 @@
 """Training loop for targets and drafts: AdamW, warm-up and cosine, checkpoints that resume exactly, a progress bar.
 
 The caller must draw all random numbers of step s from a generator seeded with (seed, s). The loop therefore stores no
-generator state, and a resumed run equals an uninterrupted one in weights and log.
+generator state, and a resumed run equals an uninterrupted one in weights and log. Runs with a time limit are the
+exception, see `schedule.ByTime`.
 
 Weights and AdamW's moments are fp32, even if the forward runs in bf16. With several processes, the caller's loss must
 average the gradients over the processes (DistributedDataParallel). Only the first process writes and prints.
@@ -10,8 +11,8 @@ The loop is independent of the model: it takes a module, and a function that ret
 """
 
 import json
-import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from sglang_dflash.train.ranks import ALONE, Ranks
+from sglang_dflash.train.schedule import BySteps, ByTime, Decay, Schedule
 
 Report = dict[str, float | list[float]]
 
@@ -33,7 +35,7 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 class TrainRecipe:
     """Schedule and optimiser settings: one cosine cycle, or several."""
 
-    steps: int  # number of steps of the first cycle
+    steps: int  # number of steps of the first cycle; not used if there is a time limit
     learning_rate: float  # peak of the first cycle
     more_cycles: tuple[tuple[int, float], ...] = ()  # (number of steps, peak learning rate) of each further cycle
     warmup_steps: int = 50  # per cycle
@@ -42,34 +44,21 @@ class TrainRecipe:
     max_grad_norm: float = 1.0
     save_every: int = 200
     report_every: int = 100
+    minutes: float | None = None  # time limit, evaluations included; None: the run ends after its steps
+    save_seconds: float | None = None  # a checkpoint is also due this long after the last one
 
     @property
-    def cycles(self) -> tuple[tuple[int, float], ...]:
-        return ((self.steps, self.learning_rate), *self.more_cycles)
-
-    @property
-    def total_steps(self) -> int:
-        return sum(steps for steps, _ in self.cycles)
+    def schedule(self) -> Schedule:
+        decay = Decay(self.warmup_steps, self.final_rate)
+        if self.minutes is not None:
+            return ByTime(60 * self.minutes, self.learning_rate, decay)
+        return BySteps(((self.steps, self.learning_rate), *self.more_cycles), decay)
 
     @property
     def facts(self) -> dict[str, Any]:
         """Return the settings on which the weights depend."""
-        return {name: value for name, value in asdict(self).items() if name not in ("save_every", "report_every")}
-
-
-def learning_rate(recipe: TrainRecipe, step: int) -> float:
-    """Return the learning rate at `step`, counted from 0.
-
-    In each cycle the rate is the peak, times a linear warm-up, times a cosine from 1 to `final_rate`.
-    """
-    done = 0
-    for n_steps, peak in recipe.cycles:
-        if (at := step - done) < n_steps:
-            warmup = min(1.0, (at + 1) / max(1, recipe.warmup_steps))
-            cosine = 0.5 * (1 + math.cos(math.pi * at / n_steps))
-            return peak * warmup * (recipe.final_rate + (1 - recipe.final_rate) * cosine)
-        done += n_steps
-    raise ValueError(f"the recipe has {done} steps, counted from 0; there is no step {step}")
+        free = ("save_every", "report_every", "save_seconds", "minutes" if self.minutes is None else "steps")
+        return {name: value for name, value in asdict(self).items() if name not in free}
 
 
 def adamw(module: nn.Module, recipe: TrainRecipe) -> torch.optim.AdamW:
@@ -104,6 +93,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     step: int
     losses: list[float]  # one per step since the last report
+    seconds: float = 0.0  # time used until this step, on the first process's clock
 
     def save(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Write the state to `path`, replacing the file atomically."""
@@ -112,6 +102,7 @@ class Run:
             "facts": dict(facts),
             "step": self.step,
             "losses": self.losses,
+            "seconds": self.seconds,
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -136,6 +127,7 @@ class Run:
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.losses = state["step"], state["losses"]
+        self.seconds = state.get("seconds", 0.0)  # older checkpoints have none
 
 
 class Log:
@@ -155,6 +147,28 @@ class Log:
                 file.write(json.dumps(report) + "\n")
 
 
+class Clock:
+    """Seconds since the start of a run, with those of its interrupted parts."""
+
+    def __init__(self, read: Callable[[], float], run: Run, schedule: Schedule, ranks: Ranks) -> None:
+        self.read = read
+        self.began = read() - run.seconds
+        self.saved_at = read()
+        self.device = next(run.module.parameters()).device
+        self.ranks = ranks if schedule.reads_clock else ALONE  # processes must agree only if the weights depend on it
+
+    def seconds(self) -> float:
+        """Return the first process's seconds. All processes must call this together."""
+        return self.ranks.from_first(self.read() - self.began, self.device)
+
+    def save_is_due(self, after: float | None) -> bool:
+        """Return whether `after` seconds have passed since the start or the last save; None: never."""
+        return after is not None and self.read() - self.saved_at >= after
+
+    def saved(self) -> None:
+        self.saved_at = self.read()
+
+
 def train(
     module: nn.Module,
     loss_at: Callable[[int], torch.Tensor],
@@ -167,17 +181,19 @@ def train(
     facts: Mapping[str, Any] | None = None,
     ranks: Ranks = ALONE,
     stop_after: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Train `module` in place by `recipe`, resuming from a checkpoint in `folder`.
 
     Args:
         loss_at: returns a step's scalar loss, with gradients. It must depend only on the step and the weights.
         name: text shown in the progress bar and in reports.
-        report: called every `recipe.report_every` steps and after the recipe's last step, to print and log its numbers.
+        report: called every `recipe.report_every` steps and after the run's last step, to print and log its numbers.
         save: called by the first process before each checkpoint.
         facts: further settings on which the run depends, of plain types. A checkpoint with other settings is rejected.
         ranks: processes of the run. The batch's loss is the mean of the processes' losses.
         stop_after: step after which a checkpoint is written and the run stops early; the schedule is unchanged.
+        clock: returns seconds.
 
     Raises:
         ValueError: the checkpoint belongs to a run with other facts.
@@ -186,35 +202,45 @@ def train(
     checkpoint, facts = folder / CHECKPOINT, recipe.facts | dict(facts or {})
     run.load(checkpoint, facts)
     ranks.wait()  # all processes must have read the checkpoint before the first process overwrites it
-    log = Log(folder / LOG, run, ranks)
-    last = min(recipe.total_steps, stop_after or recipe.total_steps)
+    log, schedule = Log(folder / LOG, run, ranks), recipe.schedule
+    watch = Clock(clock, run, schedule, ranks)
+
+    def is_over() -> bool:
+        return schedule.is_over(run.step, run.seconds) or (stop_after is not None and run.step >= stop_after)
+
     console = Console(highlight=False, quiet=not ranks.is_first)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     module.train()
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
-        bar = progress.add_task(name, total=recipe.total_steps, completed=run.step)
-        while run.step < last:
-            run.losses.append(take_step(run, loss_at, recipe, ranks))
-            progress.update(bar, completed=run.step)
-            if run.step % recipe.report_every == 0 or run.step == recipe.total_steps:
+        bar = progress.add_task(name, total=schedule.total, completed=schedule.done(run.step, run.seconds))
+        while not is_over():
+            run.losses.append(take_step(run, loss_at, recipe.max_grad_norm, schedule, ranks))
+            run.seconds = watch.seconds()
+            progress.update(bar, completed=schedule.done(run.step, run.seconds))
+            if run.step % recipe.report_every == 0 or schedule.is_over(run.step, run.seconds):
                 numbers = {"step": run.step, "loss": sum(run.losses) / len(run.losses), **report()}
                 console.print(f"{name} {shown(numbers)}", soft_wrap=True)
                 log.add(numbers)
                 run.losses.clear()
                 module.train()
-            if ranks.is_first and (run.step % recipe.save_every == 0 or run.step == last):
+                run.seconds = watch.seconds()
+            is_due = run.step % recipe.save_every == 0 or watch.save_is_due(recipe.save_seconds)
+            if ranks.is_first and (is_due or is_over()):
                 save()
                 run.save(checkpoint, facts)
+                watch.saved()
     module.eval()
 
 
-def take_step(run: Run, loss_at: Callable[[int], torch.Tensor], recipe: TrainRecipe, ranks: Ranks) -> float:
+def take_step(
+    run: Run, loss_at: Callable[[int], torch.Tensor], max_grad_norm: float, schedule: Schedule, ranks: Ranks
+) -> float:
     """Update the weights once and return the loss of the whole batch."""
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(recipe, run.step)
+        group["lr"] = schedule.rate(run.step, run.seconds)
     loss = loss_at(run.step)
     loss.backward()
-    nn.utils.clip_grad_norm_(run.module.parameters(), recipe.max_grad_norm)
+    nn.utils.clip_grad_norm_(run.module.parameters(), max_grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.step += 1

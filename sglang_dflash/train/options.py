@@ -10,6 +10,7 @@ from sglang_dflash.cli import Add, Parser, count, count_or_zero, positive, posit
 from sglang_dflash.train.sizes import Second
 
 DTYPES = ("bf16", "fp32")
+STEPS = 10_000  # of a run without --steps and --minutes
 SECOND_HELP = {
     "conv_kernel_size": "taps of the convolution over the block",
     "conv_group_size": "channels that share a change of the taps; divides the hidden size",
@@ -82,7 +83,9 @@ def _add_course(add: Add) -> None:
         default="target",
         help="initial weights: target (its last layers), random, or the folder of a draft to train further",
     )
-    add("--steps", type=count, default=10_000, help="training steps")
+    add("--steps", type=count, help=f"training steps (default: {STEPS:,})")
+    minutes = "time limit instead of --steps, evaluations included; such a run cannot be repeated bit by bit"
+    add("--minutes", type=positive, help=minutes)
     add("--learning-rate", type=positive, default=6e-4, help="highest learning rate, after the warm-up")
     add("--warmup-steps", type=count_or_zero, default=400, help="steps of linear warm-up, before the cosine")
     add("--rows", type=count, default=4, help="documents per step, shared among the processes")
@@ -110,6 +113,7 @@ def _add_course(add: Add) -> None:
 
 def _add_watch(add: Add) -> None:
     add("--save-every", type=count, default=200, help="steps between checkpoints; each also saves the draft")
+    add("--save-seconds", type=positive, help="a checkpoint is also due this long after the last one")
     add("--report-every", type=count, default=100, help="steps between evaluations")
     add("--eval-prompts", type=count_or_zero, default=8, help="held-out prompts to answer in an evaluation; 0: none")
     add("--eval-tokens", type=count, default=64, help="largest number of tokens in each of these answers")

@@ -34,6 +34,13 @@ class Ranks:
             dist.all_reduce(summed)
         return summed
 
+    def from_first(self, value: float, device: torch.device) -> float:
+        """Return the first process's `value` in all processes. They exchange it through a tensor on `device`."""
+        if self.n == 1:
+            return value
+        own = value if self.is_first else 0.0
+        return self.total(torch.tensor(own, dtype=torch.float64, device=device)).item()
+
     def wait(self) -> None:
         """Wait until all processes have called `wait` (a barrier)."""
         if self.n > 1:

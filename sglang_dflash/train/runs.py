@@ -18,7 +18,7 @@ from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.from_model import ModelSource
 from sglang_dflash.train.from_server import ServerSource
 from sglang_dflash.train.loop import TrainRecipe
-from sglang_dflash.train.options import DTYPES, option
+from sglang_dflash.train.options import DTYPES, STEPS, option
 from sglang_dflash.train.ranks import joined
 from sglang_dflash.train.sizes import Second
 from sglang_dflash.train.text import Batches, read_documents
@@ -37,6 +37,7 @@ TORCH_DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float32), strict=True))
 
 
 def run_draft(args: argparse.Namespace) -> None:
+    recipe = recipe_of(args)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     mask_token_id = tokenizer.mask_token_id if args.mask_token_id is None else args.mask_token_id
     if mask_token_id is None:
@@ -44,13 +45,6 @@ def run_draft(args: argparse.Namespace) -> None:
     pad_id = mask_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     documents = read_documents(args.data, tokenizer, args.max_length)
     batches = Batches(documents, n_rows=args.rows, pad_id=pad_id, seed=args.seed)
-    data = Data(
-        batches.at,
-        batches.held_out,
-        batches.prompts(args.eval_prompts),
-        facts={"text": text_digest(documents), "rows": args.rows},
-        frequent=batches.most_frequent(args.scored) if args.scored else None,
-    )
     with joined(default_device(args.device)) as (ranks, device):
         if args.rows % ranks.n:
             raise ValueError(
@@ -65,10 +59,10 @@ def run_draft(args: argparse.Namespace) -> None:
             target_layer_ids=args.target_layer_ids,
             second=second_of(args),
         )
-        layer_ids, dtype = config.target_layer_ids, TORCH_DTYPES[args.dtype]
-        cache = FeatureCache(args.cache, documents, target, layer_ids, dtype=dtype) if args.cache else None
+        dtype, ids = TORCH_DTYPES[args.dtype], config.target_layer_ids
+        cache = FeatureCache(args.cache, documents, target, ids, dtype=dtype) if args.cache else None
         if ranks.is_first:
-            print(plan(args, batches))
+            print(plan(recipe, args.rows, batches))
             if cache:
                 cache.prepare(say=print)
         ranks.wait()
@@ -77,8 +71,8 @@ def run_draft(args: argparse.Namespace) -> None:
         train_draft(
             target,
             config,
-            data,
-            recipe_of(args),
+            data_of(args, batches),
+            recipe,
             out=args.out,
             settings=Settings(args.anchors, args.gamma, args.seed, args.start, args.eval_tokens),
             dtype=dtype,
@@ -89,6 +83,16 @@ def run_draft(args: argparse.Namespace) -> None:
             print(f"saved {args.out}")
 
 
+def data_of(args: argparse.Namespace, batches: Batches) -> Data:
+    return Data(
+        batches.at,
+        batches.held_out,
+        batches.prompts(args.eval_prompts),
+        facts={"text": text_digest(batches.documents), "rows": args.rows},
+        frequent=batches.most_frequent(args.scored) if args.scored else None,
+    )
+
+
 def load_target(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load a target in `dtype`, or in fp32 if the device is a CPU without bf16 instructions."""
     dtype = torch.float32 if device.type == "cpu" and fastest_dtype() == torch.float32 else dtype
@@ -97,14 +101,17 @@ def load_target(path: str, dtype: torch.dtype, device: torch.device) -> PreTrain
     return target
 
 
-def plan(args: argparse.Namespace, batches: Batches) -> str:
-    """Return a line with the sizes of the text and the number of epochs."""
+def plan(recipe: TrainRecipe, n_rows: int, batches: Batches) -> str:
+    """Return a line with the sizes of the text, and the time limit or the number of epochs."""
     n_tokens = sum(len(document.ids) for document in batches.documents)
-    n_epochs = args.steps * args.rows / len(batches.trained_documents)
-    epochs = f"{n_epochs:.{1 if n_epochs >= 1 else 2}f} epochs of the other {len(batches.trained_documents):,}"
+    n_trained = len(batches.trained_documents)
+    n_epochs = recipe.steps * n_rows / n_trained
+    epochs = f"{n_epochs:.{1 if n_epochs >= 1 else 2}f} epochs of the other {n_trained:,}"
+    steps = f"{recipe.steps:,} steps of {n_rows} documents are {epochs}"
+    course = f"{recipe.minutes:g} minutes of steps of {n_rows} documents" if recipe.minutes else steps
     return (
         f"{len(batches.documents):,} documents with {n_tokens:,} tokens in all, {len(batches.held_out_documents)} held "
-        f"out; {args.steps:,} steps of {args.rows} documents are {epochs}"
+        f"out; {course}"
     )
 
 
@@ -117,12 +124,17 @@ def second_of(args: argparse.Namespace) -> Second | None:
 
 
 def recipe_of(args: argparse.Namespace) -> TrainRecipe:
+    """Return the training's settings, or raise ValueError if it has two limits."""
+    if args.steps and args.minutes:
+        raise ValueError(f"--steps {args.steps} and --minutes {args.minutes:g} both end the training; drop one of them")
     return TrainRecipe(
-        steps=args.steps,
+        steps=args.steps or STEPS,
         learning_rate=args.learning_rate,
         warmup_steps=args.warmup_steps,
         save_every=args.save_every,
         report_every=args.report_every,
+        minutes=args.minutes,
+        save_seconds=args.save_seconds,
     )
 
 

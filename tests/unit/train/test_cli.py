@@ -148,6 +148,7 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--minutes", "2"], "--steps 4 and --minutes 2 both end the training; drop one of them"),
         (["--device", "gpu"], "--device gpu is no device of torch; give cpu, cuda or cuda:N"),
         (["--selector-rank", "8"], "--selector-rank is a size of a DFlash 2 draft; add --dflash2, or drop it"),
         (["--dflash2", "--conv-group-size", "3"], "--conv-group-size 3 does not divide the target's hidden size 32"),
@@ -177,6 +178,17 @@ def test_a_number_outside_its_range_is_refused(target, data, tmp_path, capsys, m
     with pytest.raises(SystemExit):
         main(command(target, data, tmp_path / "draft", *more))
     assert printed in capsys.readouterr().err
+
+
+def test_a_run_with_a_time_limit(target, data, tmp_path, capsys):
+    more = ["--minutes", "0.01", "--report-every", "1", "--save-seconds", "60"]
+    arguments = command(target, data, tmp_path / "draft", *more)
+    first = arguments.index("--steps")
+    assert main(arguments[:first] + arguments[first + 2 :]) == 0
+    assert "0.01 minutes of steps of 2 documents" in capsys.readouterr().out
+    state = torch.load(tmp_path / "draft" / "checkpoint.pt", weights_only=True)
+    assert state["seconds"] >= 0.6
+    assert len((tmp_path / "draft" / LOG).read_text().splitlines()) == state["step"]
 
 
 def test_a_target_of_one_layer_is_refused():

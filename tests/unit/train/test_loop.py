@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.train.loop import CHECKPOINT, LOG, TrainRecipe, adamw, learning_rate, train
+from sglang_dflash.train.loop import CHECKPOINT, LOG, TrainRecipe, adamw, train
+from sglang_dflash.train.ranks import Ranks
 
 RECIPE = TrainRecipe(steps=6, learning_rate=0.1, warmup_steps=2, save_every=2, report_every=3)
 
@@ -93,17 +94,115 @@ def test_reports_come_at_intervals_and_at_the_end(tmp_path, capsys):
 
 def test_learning_rate_of_two_cycles():
     recipe = TrainRecipe(steps=10, learning_rate=1.0, more_cycles=((4, 0.5),), warmup_steps=2, final_rate=0.1)
-    rates = [learning_rate(recipe, step) for step in range(14)]
+    rates = [recipe.schedule.rate(step, 0.0) for step in range(14)]
     assert rates[0] == 0.5  # halfway through the warm-up
     assert rates[5] == pytest.approx(0.1 + 0.9 * 0.5)  # halfway through the decay
     assert rates[9] < 0.2
     assert rates[10] == 0.25
-    assert recipe.total_steps == 14
+    assert recipe.schedule.total == 14
     with pytest.raises(ValueError, match=r"has 14 steps.* no step 14"):
-        learning_rate(recipe, 14)
+        recipe.schedule.rate(14, 0.0)
 
 
 def test_only_matrices_decay():
     module = make_module()
     decay = {id(p): g["weight_decay"] for g in adamw(module, RECIPE).param_groups for p in g["params"]}
     assert [decay[id(p)] for p in module.parameters()] == [0.1, 0, 0, 0.1, 0]
+
+
+BY_TIME = replace(RECIPE, steps=1, minutes=1.0, warmup_steps=2, report_every=4, save_every=100)
+
+
+class Ticks:
+    """Clock that advances by 5 s per step, and by 7 s per report."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.reports: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def loss_of(self, module):
+        def loss_at(step: int) -> torch.Tensor:
+            self.now += 5
+            return loss_of(module)(step)
+
+        return loss_at
+
+    def report(self) -> dict[str, float]:
+        self.reports.append(self.now - 1000)
+        self.now += 7
+        return {"lr": 1.0}
+
+
+def run_by_time(folder, ticks: Ticks, recipe=BY_TIME, **options) -> dict:
+    """Run by `ticks`, and return the checkpoint."""
+    folder.mkdir(exist_ok=True)
+    module = make_module()
+    own = {"clock": ticks, "report": ticks.report}
+    train(module, ticks.loss_of(module), recipe, folder=folder, name="toy", **own, **options)
+    return torch.load(folder / CHECKPOINT, weights_only=True)
+
+
+def test_a_time_limit_ends_a_run(tmp_path):
+    """Reports count: 4 steps, a report (27 s), 4 steps, a report (54 s), 2 steps and the last report (71 s)."""
+    ticks = Ticks()
+    state = run_by_time(tmp_path, ticks)
+    assert (state["step"], state["seconds"]) == (10, 71)
+    assert ticks.reports == [20, 47, 64]
+    assert [json.loads(line)["step"] for line in (tmp_path / LOG).read_text().splitlines()] == [4, 8, 10]
+    run_by_time(tmp_path, ticks)
+    assert ticks.now == 1071, "a finished run takes no step"
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 6])
+def test_a_resumed_run_has_used_its_time(tmp_path, stop_after):
+    """The clock runs on between the two parts, and this time does not count."""
+    whole = run_by_time(tmp_path / "whole", Ticks())
+    ticks = Ticks()
+    run_by_time(tmp_path / "cut", ticks, stop_after=stop_after)
+    ticks.now += 500
+    cut = run_by_time(tmp_path / "cut", ticks)
+    assert (cut["step"], cut["seconds"]) == (whole["step"], whole["seconds"])
+    torch.testing.assert_close(cut["module"], whole["module"], rtol=0, atol=0)
+
+
+def test_the_rate_follows_the_time_and_the_warm_up_the_steps():
+    schedule = replace(BY_TIME, learning_rate=1.0, final_rate=0.1).schedule
+    assert schedule.rate(0, 0.0) == 0.5
+    assert schedule.rate(0, 30.0) == pytest.approx(0.5 * (0.1 + 0.9 * 0.5))
+    assert [schedule.rate(9, seconds) for seconds in (0.0, 30.0, 60.0, 90.0)] == pytest.approx([1, 0.55, 0.1, 0.1])
+    assert [schedule.is_over(10**9, seconds) for seconds in (59.9, 60.0)] == [False, True]
+
+
+def test_a_step_takes_the_rate_of_its_time(tmp_path, monkeypatch):
+    rates = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self))
+    run_by_time(tmp_path, Ticks())
+    starts = [0, 5, 10, 15, 27, 32, 37, 42, 54, 59]
+    assert rates == [BY_TIME.schedule.rate(i, seconds) for i, seconds in enumerate(starts)]
+
+
+def test_checkpoints_are_due_by_time_too(tmp_path):
+    """Steps end at 5, 10, 15, 27 (with a report), 32, 37 s... With 12 s between saves, and a save every 3rd step."""
+    saved, ticks = [], Ticks()
+    recipe = replace(BY_TIME, save_seconds=12.0, save_every=3)
+    run_by_time(tmp_path, ticks, recipe, save=lambda: saved.append(ticks.now - 1000), stop_after=8)
+    assert saved == [15, 27, 37, 54]
+
+
+def test_the_first_process_decides_the_end(monkeypatch):
+    """Each process adds its value, and only the first one's is not zero."""
+    values = {}
+    monkeypatch.setattr(Ranks, "total", lambda self, value: values.update({self.rank: value.item()}) or value)
+    for rank in range(2):
+        Ranks(rank, 2).from_first(7.5 + rank, torch.device("cpu"))
+    assert values == {0: 7.5, 1: 0.0}
+
+
+def test_a_time_limit_is_part_of_a_run(tmp_path):
+    run(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"another run \(minutes unset, now 1.0; steps 6, now unset\)"):
+        run(tmp_path / "run", replace(RECIPE, minutes=1.0))
