@@ -24,12 +24,3 @@ def server_class(early: Mapping[str, str] = MappingProxyType({})) -> Any:
         plain = forking.environment
         forking.environment = lambda: plain() | early
     return ForkedServer
-
-
-def bench(arguments: list[str]) -> int:
-    """Run `sglang-dflash bench` in this process, with forked servers."""
-    from sglang_dflash.bench import served
-    from sglang_dflash.bench.__main__ import main
-
-    served.Server = server_class()
-    return main(arguments)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 DECODE = re.compile(
-    r"Decode batch.*?#running-req: (?P<requests>\d+),.*?"
+    r"Decode batch.*?#running-req: (?P<requests>\d+), #(?:full )?token: (?P<tokens>\d+),.*?"
     r"(?:accept len: (?P<length>[\d.]+),.*?)?"
     r"gen throughput \(token/s\): (?P<speed>[\d.]+), #queue-req: (?P<waiting>\d+)"
 )
@@ -31,16 +31,17 @@ class Interval(NamedTuple):
 
 
 def intervals(log: str, requests: int) -> list[Interval]:
-    """Return the intervals in which `requests` ran and none waited, without the first.
+    """Return the intervals in which `requests` ran and none waited, without the first and any after the answers' end.
 
-    The first interval includes the prefill and the idle time before it.
+    The first interval includes the prefill and the idle time before it. After the end of all answers the pools hold no
+    token.
     """
-    found = []
-    for line in log.splitlines():
-        parsed = DECODE.search(line)
-        if parsed and int(parsed["requests"]) == requests and parsed["waiting"] == "0" and float(parsed["speed"]) > 0:
-            found.append(Interval(requests, float(parsed["length"] or 1), float(parsed["speed"])))
-    return found[1:]
+    parsed = [one for line in log.splitlines() if (one := DECODE.search(line)) and int(one["requests"]) == requests]
+    return [
+        Interval(requests, float(one["length"] or 1), float(one["speed"]))
+        for one in parsed[1:]
+        if one["waiting"] == "0" and one["tokens"] != "0" and float(one["speed"]) > 0
+    ]
 
 
 def about_memory(log: str) -> list[str]:

