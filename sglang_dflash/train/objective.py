@@ -21,8 +21,10 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.model.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
 
-# Slots scored at once. For a vocabulary of 49,152 tokens their fp32 logits take 25 MB, which fit a CPU's cache.
-ROWS_AT_ONCE = 128
+# fp32 logits that exist at once. A CPU computes fastest if they fit its cache: 25 MB, 128 slots of a vocabulary of 49,152
+# tokens. A GPU needs large products, and each part costs dozens of launches: 1.6 GB, 8,192 such slots.
+LOGITS_ON_CPU = 128 * 49_152
+LOGITS_ON_GPU = 8192 * 49_152
 
 
 class Blocks(NamedTuple):
@@ -166,6 +168,12 @@ class _Known(torch.autograd.Function):
         return None, None, *(gradient * grad_outputs[0] for gradient in ctx.gradients)
 
 
+def slots_at_once(head: Head) -> int:
+    """Return the number of slots whose logits a head computes at once."""
+    n_logits = LOGITS_ON_CPU if head.weight_VH.device.type == "cpu" else LOGITS_ON_GPU
+    return max(1, n_logits // len(head.weight_VH))
+
+
 def block_loss(
     draft: DraftModel,
     target: PreTrainedModel,
@@ -177,7 +185,7 @@ def block_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weighted sum of the valid slots' losses, and the sum of the weights: fp32 scalars.
 
-    The batch's loss is their quotient, after both are summed over all processes. Logits exist for `ROWS_AT_ONCE` slots
+    The batch's loss is their quotient, after both are summed over all processes. Logits exist for `slots_at_once` slots
     at a time. Gradients are computed in the forward pass, so the backward pass needs no logits.
 
     Args:
@@ -186,7 +194,8 @@ def block_loss(
     slots = valid_slots(block_hidden(draft, target, features_RLC, blocks), blocks, gamma)
     head = head_of(target, None if tokens is None else torch.cat([tokens, slots.labels]))
     selector = draft.candidate_selector
-    spans = [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(slots.labels), ROWS_AT_ONCE)]
+    n = slots_at_once(head)
+    spans = [slice(first, first + n) for first in range(0, len(slots.labels), n)]
     total = torch.zeros((), device=slots.hidden.device)
     if not torch.is_grad_enabled():
         for part in map(slots.part, spans):

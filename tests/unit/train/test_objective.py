@@ -135,7 +135,7 @@ def test_loss_by_hand():
 @pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("scored", [None, torch.tensor([3, 20, 3, 0])], ids=["all-tokens", "some-tokens"])
 def test_the_loss_in_parts_equals_the_loss_of_all_logits(monkeypatch, second, scored):
-    """`block_loss` computes logits of `ROWS_AT_ONCE` slots at a time.
+    """`block_loss` computes the logits of some slots at a time.
 
     Loss and gradients equal those from all logits in one tensor, up to fp32 rounding. A selector adds its own loss.
     """
@@ -157,7 +157,7 @@ def test_the_loss_in_parts_equals_the_loss_of_all_logits(monkeypatch, second, sc
     (want * 3).backward()
     gradients = {name: p.grad.clone() for name, p in draft.named_parameters()}
     for n in (3, 128):
-        monkeypatch.setattr(objective, "ROWS_AT_ONCE", n)
+        monkeypatch.setattr(objective, "slots_at_once", lambda head, n=n: n)
         draft.zero_grad()
         loss, weight = block_loss(draft, target, features_RLC, blocks, 2.0, tokens=scored)
         (loss * 3).backward()
@@ -167,6 +167,16 @@ def test_the_loss_in_parts_equals_the_loss_of_all_logits(monkeypatch, second, sc
         assert weight.item() == pytest.approx(slots.weights.sum().item())
         for name, parameter in draft.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_gpu_scores_more_slots_at_once():
+    """The memory of the logits is bounded for every vocabulary."""
+
+    def n_slots(device: str, vocabulary: int) -> int:
+        return objective.slots_at_once(Head(torch.empty(vocabulary, 1, device=device), None, None))
+
+    assert [n_slots(device, 49_152) for device in ("cpu", "meta")] == [128, 8192]
+    assert [n_slots("meta", vocabulary) for vocabulary in (49_152 * 4, 10**10)] == [2048, 1]
 
 
 def test_the_selector_learns_from_the_right_previous_token():
