@@ -10,7 +10,7 @@ DECODE = re.compile(
     r"gen throughput \(token/s\): (?P<speed>[\d.]+), #queue-req: (?P<waiting>\d+)"
 )
 MEMORY = re.compile(
-    r"Load weight (?:begin|end)|(?:KV|Mamba) Cache is allocated|Memory pool end|CUDA graph (?:begin|end)|"
+    r"Load weight (?:begin|end)|(?:KV|Mamba) Cache is allocated|Memory pool end|(?:CUDA|CPU) graph (?:begin|end)|"
     r"recurrent state: |GiB more for graphs|KV size|max_total_num_tokens="
 )
 STAMP = re.compile(r"^\[[^\]]*\] ")

@@ -22,7 +22,7 @@ OFF, STOCK, OURS, WIDTH_1 = "off", "stock", "ours", "width 1"
 DATA_SET, ACCEPTANCE = "MT-Bench", {16: 5.47, 8: 4.54}
 COMMON = ("--load-format", "dummy", "--skip-tokenizer-init", "--disable-radix-cache", "--random-seed", "1")
 NEXT_WAVE_S = 60.0  # seconds after which further servers start, even if the first one has not compiled its kernels
-COMPILED = ("capturing CUDA graphs", "warming up", "ready")  # stages in which a server compiles, or has compiled
+CAPTURES = "graph begin"  # in the log of a server that compiles its kernels, or has compiled them
 FIRST_PORT = 31700
 
 
@@ -59,7 +59,7 @@ GPU = Settings(
 )  # fmt: skip
 # One acceptance length, because SGLang reads it when it is imported: all servers are forked from one process.
 DRY = Settings(
-    small=True, requests=(1, 2), prompt=16, steps=24, interval=5, rounds=2, acceptance=dict.fromkeys((16, 8), 4.54),
+    small=True, requests=(1, 2), prompt=16, steps=16, interval=4, rounds=2, acceptance=dict.fromkeys((16, 8), 4.54),
     flags=(
         *COMMON, *sized(2, 4096), "--attention-backend", "fa3", "--device", "cpu", "--dtype", "float32",
         "--cuda-graph-bs-decode", "1", "2", "--cuda-graph-backend-prefill", "disabled", "--sleep-on-idle",
@@ -149,7 +149,7 @@ def bring_up(waves: Sequence[Sequence[Server]], clock: Clock, limit_s: float) ->
     seen, done, first = dict[str, dict[str, float]](), dict[str, Start](), None
     while waiting or pending:
         may_start = first is None or first.name in done or time.monotonic() > began[first.name] + NEXT_WAVE_S
-        if waiting and (may_start or first.stage() in COMPILED):
+        if waiting and (may_start or CAPTURES in first.log_text()):
             wave = waiting.pop(0)
             first = wave[0]
             for server in wave:

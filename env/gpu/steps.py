@@ -211,7 +211,7 @@ def name(turn: Turn) -> str:
 def slim(state: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a scheduler's state that describe memory."""
     return {
-        key: value for key, value in state.items() if "mem" in key or key in ("effective_max_running_requests_per_dp",)
+        key: state.get(key) for key in ("memory_usage", "mem_fraction_static", "effective_max_running_requests_per_dp")
     }
 
 
