@@ -54,8 +54,7 @@ GPU = Settings(
         "--mem-fraction-static", "0.95", "--context-length", "8192", "--chunked-prefill-size", "8192",
         "--cuda-graph-bs-decode", "1", "8", "16", "32", "--cuda-graph-backend-prefill", "disabled",
     ),
-    # SGLang would otherwise leave 10 GiB per server for activations, and size the KV pool a second time.
-    env={"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "0", "HF_HUB_OFFLINE": "1"},
+    env={"HF_HUB_OFFLINE": "1"},
 )  # fmt: skip
 # One acceptance length, because SGLang reads it when it is imported: all servers are forked from one process.
 DRY = Settings(

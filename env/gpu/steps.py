@@ -8,7 +8,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -86,11 +86,15 @@ class Measurement:
         self.seed, self.port = 0, servers27.FIRST_PORT
         self.slowest_s = 0.0  # seconds of the longest turn so far
 
-    def blocks_of(self, block: int) -> None:
-        """Start the arms of a block size, and measure them in turns. The server `off` keeps running."""
+    def blocks_of(self, block: int, later_s: float) -> None:
+        """Start the arms of a block size, and measure them in turns. The server `off` keeps running.
+
+        Args:
+            later_s: seconds that a second round leaves to later parts.
+        """
         self.pair = self.pair or models.write(self.work / "models", small=self.settings.small)
         self.n_vocab = json.loads((self.pair.target / "config.json").read_text())["vocab_size"]
-        self.stop(arm for arm in list(self.live) if arm != OFF)
+        self.stop([arm for arm in self.live if arm != OFF])
         new = {arm: self.make(arm, block) for arm in ARMS[block] if arm not in self.live}
         waves = [[new[OFF]]] if OFF in new else []
         waves.append([server for arm, server in new.items() if arm != OFF])
@@ -101,26 +105,30 @@ class Measurement:
         ready = [arm for arm in ARMS[block] if arm in self.live]
         if not ready:
             raise ServerError("no server is ready")
+        for arm in ready:
+            self.attempt(arm, f"blocks of {block}, warm-up of {arm}", partial(self.warm_up, self.live[arm], block))
         planned = turns(ready, self.settings.requests, self.settings.rounds)
-        for server in (self.live[arm] for arm in ready):
-            for n in (self.settings.requests[0], self.settings.requests[-1]):
-                self.answer(server, n, WARM_STEPS * block)
         for i, turn in enumerate(planned):
-            if not self.clock.fits(2 * self.slowest_s + 2):
+            # A second round is worth less than the first one of later blocks.
+            if not self.clock.fits(2 * self.slowest_s + 2 + (later_s if turn.round else 0)):
                 self.out.leave_out(*(f"blocks of {block}, {name(one)}" for one in planned[i:]))
                 break
             if turn.arm in self.live:
-                self.attempt(turn, block)
+                self.attempt(turn.arm, f"blocks of {block}, {name(turn)}", partial(self.measure, turn, block))
         self.summarise()
 
-    def attempt(self, turn: Turn, block: int) -> None:
-        """Measure a turn. A server that fails is stopped, and has no further turns."""
+    def warm_up(self, server: Server, block: int) -> None:
+        """Let a server compile and load what answers need."""
+        for n in (self.settings.requests[0], self.settings.requests[-1]):
+            self.answer(server, n, WARM_STEPS * block)
+
+    def attempt(self, arm: str, what: str, run: Callable[[], None]) -> None:
+        """Ask an arm's server. If this fails the server is stopped, and has no further turns."""
         try:
-            self.measure(turn, block)
+            run()
         except (ServerError, httpx.HTTPError) as error:
-            log = self.live[turn.arm].log_tail()
-            self.out.fail(f"blocks of {block}, {name(turn)} and later", f"{type(error).__name__}: {error}\n{log}")
-            self.stop([turn.arm])
+            self.out.fail(what, f"{type(error).__name__}: {error}\n{self.live[arm].log_tail()}")
+            self.stop([arm])
 
     def summarise(self) -> None:
         """Write and print the medians over rounds."""
@@ -146,10 +154,11 @@ class Measurement:
 
     def describe_start(self, arm: str, block: int, server: Server, start: servers27.Start) -> None:
         """Record a start: seconds, memory, the worker. A server that failed is removed."""
-        error = start.error
+        error, states = start.error, list[dict[str, Any]]()
         try:
             if not error:
                 arms.require_worker(server, ours=arm in (OURS, WIDTH_1))
+                states = server.server_info().get("internal_states", [])
         except ServerError as wrong:
             error = str(wrong)
         log = server.log_text()
@@ -160,9 +169,7 @@ class Measurement:
         if error:
             self.out.fail(f"start of {server.name}", error)
             self.stop([arm])
-        else:
-            info = server.server_info()
-            about["internal_states"] = [slim(state) for state in info.get("internal_states", [])]
+        about["internal_states"] = [slim(state) for state in states]
         self.out.fields["starts"].append(about)
         self.out.save()
 
@@ -197,8 +204,8 @@ class Measurement:
         print(f"  {name(turn)}: {row['ms']} ms, {row['tokens_per_s']} tokens/s", flush=True)
         self.out.save()
 
-    def stop(self, names: Any) -> None:
-        servers27.stop([self.live.pop(arm) for arm in list(names)])
+    def stop(self, names: Sequence[str]) -> None:
+        servers27.stop([self.live.pop(arm) for arm in names])
 
     def stop_all(self) -> None:
         self.stop(list(self.live))
@@ -236,7 +243,8 @@ def main() -> int:
         stack.callback(measurement.stop_all)
         for block in (16, 8):
             title = f"blocks of {block}"
-            out.part(title, estimates[title], partial(measurement.blocks_of, block))
+            later_s = estimates["blocks of 8"] if block == 16 else 0.0
+            out.part(title, estimates[title], partial(measurement.blocks_of, block, later_s))
     out.part("kernels", estimates["kernels"], partial(checks.kernels, out, folder))
     checks.prove(out, folder, small=small)
     out.fields["done"] = True
