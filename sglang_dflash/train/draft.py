@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from sglang_dflash.draft.record import FULL, Checkpoint
 from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import Options
-from sglang_dflash.model.target import TargetReader, check_pair, stop_token_ids
-from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving
+from sglang_dflash.model.target import check_pair
+from sglang_dflash.train.evaluation import Answers, acceptance, n_agreeing
 from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
@@ -147,8 +146,8 @@ class DraftRun:
         return loss * n / self.ranks.total(weight).clamp(min=1e-9)
 
     @torch.no_grad()
-    def report(self, data: Data) -> Report:
-        """Evaluate on held-out text, with acceptance only if there are prompts. Each process evaluates its share."""
+    def report(self, data: Data, answers: Answers | None) -> Report:
+        """Evaluate on held-out text, with acceptance only if there are answers. Each process evaluates its share."""
         self.draft.eval()
         device, mine = self.target.device, slice(self.ranks.rank, None, self.ranks.n)
         sums, agreeing = torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
@@ -160,13 +159,11 @@ class DraftRun:
         loss, weight = self.ranks.total(sums).tolist()
         agrees, asked = self.ranks.total(agreeing).tolist()
         on_text: Report = {"held_out_loss": loss / max(weight, 1e-9), "target_agrees": agrees / max(asked, 1)}
-        return on_text | (self.acceptance(data.prompts) if data.prompts else {})
+        return on_text | (self.acceptance(answers) if answers else {})
 
-    def acceptance(self, prompts: Sequence[torch.Tensor]) -> Report:
-        """Measure the draft's acceptance in the target's answers to prompts. Each process answers its share of them."""
-        options = Options(max_new_tokens=self.settings.eval_tokens, stop_token_ids=stop_token_ids(self.target))
-        counted = n_surviving(self.draft, self.target, prompts[self.ranks.rank :: self.ranks.n], options)
-        accepted = acceptance(self.ranks.total(counted))
+    def acceptance(self, answers: Answers) -> Report:
+        """Measure the draft's acceptance in the target's answers to this process's share of the prompts."""
+        accepted = acceptance(self.ranks.total(answers.n_surviving(self.draft)))
         return {"tokens_per_step": accepted.tokens_per_step, "accepted_at_slot": accepted.at_slot}
 
 
@@ -249,11 +246,8 @@ def train_draft(
         read: function that returns the target's argmax tokens and features; None: the target reads the rows in every
             step.
     Raises:
-        ValueError: `out` contains the checkpoint of another run, the target cannot undo rejected tokens, or
-            `settings.start` is a draft with other settings.
+        ValueError: `out` contains the checkpoint of another run, or `settings.start` is a draft with other settings.
     """
-    if data.prompts:
-        require_undo(target, config)
     torch.manual_seed(settings.seed)
     target.requires_grad_(False).eval()
     draft = DraftModel(config).to(target.device)
@@ -266,6 +260,8 @@ def train_draft(
         frequent=data.frequent,
         ranks=ranks,
     )
+    prompts = [prompt[0].tolist() for prompt in data.prompts[ranks.rank :: ranks.n]]
+    answers = Answers(target, prompts, settings.eval_tokens, config.block_size) if data.prompts else None
     out.mkdir(parents=True, exist_ok=True)
     train(
         draft,
@@ -273,7 +269,7 @@ def train_draft(
         recipe,
         folder=out,
         name="draft",
-        report=lambda: run.report(data),
+        report=lambda: run.report(data, answers),
         save=lambda: draft.save_pretrained(out, dtype=dtype),
         facts=data.facts
         | {
@@ -290,11 +286,3 @@ def train_draft(
     )
     ranks.wait()
     return draft
-
-
-def require_undo(target: PreTrainedModel, config: Checkpoint) -> None:
-    """Check, before the training, that the target can undo rejected tokens, or raise ValueError."""
-    try:
-        TargetReader(target, config.target_layer_ids)
-    except ValueError as error:
-        raise ValueError(f"{error}; or add --eval-prompts 0 to train without measuring acceptance") from error

@@ -21,8 +21,8 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.model.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
 
-# fp32 logits that exist at once. A CPU computes fastest if they fit its cache: 25 MB, 128 slots of a vocabulary of 49,152
-# tokens. A GPU needs large products, and each part costs dozens of launches: 1.6 GB, 8,192 such slots.
+# fp32 logits that exist at once. A CPU computes fastest if they fit its cache: 25 MB, for 128 slots and a vocabulary of
+# 49,152 tokens. A GPU needs large products, and each part costs dozens of launches: 1.6 GB, for 8,192 slots.
 LOGITS_ON_CPU = 128 * 49_152
 LOGITS_ON_GPU = 8192 * 49_152
 
