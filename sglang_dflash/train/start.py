@@ -20,7 +20,8 @@ def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
 
     Args:
         source: `random`, `target`, or the folder or hub name of another draft. A DFlash 2 draft may start from a DFlash
-            draft. Then DFlash 2's additions have no effect at first.
+            draft. Then DFlash 2's additions have no effect at first. The other draft may have fewer layers. Then the
+            last layers of this one have no effect at first.
 
     Raises:
         ValueError: the other draft has other settings, such as sizes or feature layers, or the target has fewer layers
@@ -42,12 +43,28 @@ def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
         }
         for fields in (other.config.to_json(), draft.config.to_json())
     )
+    n_layers = min(len(other.layers), len(draft.layers))
+    wanted |= {"num_hidden_layers": n_layers, "layer_types": wanted["layer_types"][:n_layers]}
     if unlike := differing(fixed, wanted):
         raise ValueError(
             f"--start-from {source} is a draft with other settings ({unlike}); give its settings, or another draft"
         )
     draft.load_state_dict(other.state_dict(), strict=False)
+    add_layers(draft, n_layers)
     return weights_digest(other)
+
+
+@torch.no_grad()
+def add_layers(draft: DraftModel, n_layers: int) -> None:
+    """Start the layers after the first `n_layers` as the identity, with the weights of the last layer before them.
+
+    Only the output projections of their attention and MLP are zero, so they learn from the first step on.
+    """
+    for layer in draft.layers[n_layers:]:
+        layer.load_state_dict(draft.layers[n_layers - 1].state_dict())
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            for parameter in projection.parameters():
+                parameter.zero_()
 
 
 def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:

@@ -223,10 +223,31 @@ def test_a_draft_starts_with_another(tmp_path):
         torch.testing.assert_close(found, want)
     draft.save_pretrained(tmp_path / "second")
     for folder, change, found in (
-        (tmp_path, {"n_layers": 3}, "num_hidden_layers 2, now 3"),
+        (tmp_path, {"n_layers": 1}, "num_hidden_layers 2, now 1"),
         (tmp_path, {"target_layer_ids": (2, 3)}, r"target_layer_ids \[1, 3\], now \[2, 3\]"),
         (tmp_path / "second", {}, "selector_rank 4, now unset"),
     ):
         draft = DraftModel(draft_config_for(target, block_size=8, **sizes | change))
         with pytest.raises(ValueError, match=f"is a draft with other settings .*{found}.*; give its settings"):
             start(draft, target, str(folder))
+
+
+@pytest.mark.parametrize("second", [None, Second(selector_rank=4, selector_top_k=2, conv_group_size=8)])
+def test_a_draft_starts_with_one_of_fewer_layers(tmp_path, second):
+    """Hidden states are equal at first, and the new layers learn in the first step."""
+    target, sizes = make_target(), {"mask_token_id": 63, "target_layer_ids": (1, 3), "block_size": 8}
+    other = initialised(DraftModel(draft_config_for(target, n_layers=2, second=second, **sizes)), std=0.3)
+    for name, parameter in other.named_parameters():
+        if "_conv." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    other.save_pretrained(tmp_path)
+    draft = DraftModel(draft_config_for(target, n_layers=4, second=second, **sizes))
+    assert start(draft, target, str(tmp_path)) == weights_digest(other)
+    embeddings, context = torch.randn(1, 3, 8, 32), torch.randn(1, 9, 64)
+    found, want = (one(embeddings, one.context_kv(context), torch.tensor([[2, 5, 9]])) for one in (draft, other))
+    assert torch.equal(found, want)
+    (found * torch.randn_like(found)).sum().backward()
+    for layer in draft.layers[2:]:
+        assert layer.self_attn.o_proj.weight.grad.abs().sum() > 0
+        assert layer.mlp.down_proj.weight.grad.abs().sum() > 0
+        assert torch.equal(layer.self_attn.k_proj.weight, other.layers[1].self_attn.k_proj.weight)
