@@ -212,7 +212,8 @@ def train(
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     module.train()
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
-        bar = progress.add_task(name, total=schedule.total, completed=schedule.done(run.step, run.seconds))
+        bar = progress.add_task(name, total=schedule.total)
+        progress.update(bar, completed=schedule.done(run.step, run.seconds))
         while not is_over():
             run.losses.append(take_step(run, loss_at, recipe.max_grad_norm, schedule, ranks))
             run.seconds = watch.seconds()

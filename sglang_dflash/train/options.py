@@ -81,7 +81,8 @@ def _add_course(add: Add) -> None:
         "--start-from",
         dest="start",
         default="target",
-        help="initial weights: target (its last layers), random, or the folder of a draft to train further",
+        help="initial weights: target (its last layers), random, or the folder of a draft to train further, "
+        "with as many layers or fewer",
     )
     add("--steps", type=count, help=f"training steps (default: {STEPS:,})")
     minutes = "time limit instead of --steps, evaluations included; such a run cannot be repeated bit by bit"

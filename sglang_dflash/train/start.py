@@ -1,11 +1,14 @@
 """Initial weights of a draft: random, the target's last layers, or another draft's."""
 
+from typing import cast
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from sglang_dflash.draft.record import SECOND
 from sglang_dflash.model import DraftModel
+from sglang_dflash.model.draft import Layer
 from sglang_dflash.train.features import weights_digest
 from sglang_dflash.train.loop import differing
 
@@ -60,7 +63,8 @@ def add_layers(draft: DraftModel, n_layers: int) -> None:
 
     Only the output projections of their attention and MLP are zero, so they learn from the first step on.
     """
-    for layer in draft.layers[n_layers:]:
+    for added in draft.layers[n_layers:]:
+        layer = cast(Layer, added)
         layer.load_state_dict(draft.layers[n_layers - 1].state_dict())
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             for parameter in projection.parameters():
