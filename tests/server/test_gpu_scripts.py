@@ -3,6 +3,7 @@
 `b.sh` has no test here yet.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -17,10 +18,11 @@ import torch
 from torch import nn
 
 import sglang_dflash
-from env.gpu import checks, kernel_times, models, plugin_folder, shared_layers, speeds, steps
+from env.gpu import bench_ties, checks, kernel_times, models, plugin_folder, shared_layers, speeds, steps
 from env.gpu.clock import RESERVE_S, Clock, Document
 from env.gpu.log_lines import about_memory, intervals
 from env.gpu.servers27 import DRY, GPU, OFF, OURS, STOCK, WIDTH_1, command, environment
+from sglang_dflash.bench.compare import Difference, Unequal
 from sglang_dflash.model import DraftModel
 from sglang_dflash.tiny import pairs as tiny
 from tests.fixtures.forking import RUN
@@ -275,6 +277,17 @@ def test_sets_of_a_folder_are_those_with_a_file(tmp_path: Path) -> None:
     assert speeds.sets(None)["chats"] == ["--dataset", "chats"]
 
 
+def test_differences_beyond_a_tie_are_written_and_do_not_end_bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEYOND_TIES", str(tmp_path / "beyond"))
+    found = [Unequal("ours, edits at 8", Difference(0, 3, expected, 7), [5, 6]) for expected in (8, 9)]
+    likeliest = {7: -0.5, 8: -0.6, 9: -3.0}
+    assert bench_ties.count_ties(found, "off", lambda context: likeliest, 0.3) == 1
+    written = [json.loads(line) for line in (tmp_path / "beyond").read_text().splitlines()]
+    assert written == [["ours, edits at 8", "prompt 1, token 4: expected 9, found 7"]]
+
+
 # -- models, shared layers, the plugin's folder --------------------------------------------------------------------
 
 
@@ -305,6 +318,22 @@ def test_layers_share_matrices_but_not_vectors(capsys: pytest.CaptureFixture[str
     assert len({layer.norm.weight.data_ptr() for layer in layers}) == 3
     assert capsys.readouterr().out.count(shared_layers.MARK) == 2
     assert sum(1 for _ in nn.ModuleList(layers).parameters()) == 1 + 3 * 3
+
+
+def test_layers_share_once_their_module_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "from torch import nn\nclass First(nn.Linear):\n    pass\nclass Second(nn.Linear):\n    pass\n"
+    (tmp_path / "model_of_this_test.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(shared_layers, "MODULE", "model_of_this_test")
+    monkeypatch.setattr(shared_layers, "CLASSES", ("First", "Second"))
+    finders = list(sys.meta_path)
+    shared_layers.register()
+    module = importlib.import_module("model_of_this_test")
+    assert sys.meta_path == finders
+    for layer_class in (module.First, module.Second):
+        one, other = layer_class(4, 4), layer_class(4, 4)
+        assert one.weight is other.weight
+    assert module.First(4, 4).weight is not module.Second(4, 4).weight
 
 
 def test_the_plugin_can_be_imported_from_its_folder(tmp_path: Path) -> None:
