@@ -14,10 +14,15 @@ mkdir -p "$OUT" "$WORK"
 
 if [ -n "${UP:-}" ]; then
     export D="${D:-$(dirname "$UP")}"
+    before="${PYTHONPATH:-}"
     set +eu # the file may use unset variables
     # shellcheck source=/dev/null
     . "$UP"
     set -eu
+    # The file may have replaced PYTHONPATH. Folders from before remain on it.
+    if [ -n "$before" ] && [[ ":${PYTHONPATH:-}:" != *":$before:"* ]]; then
+        export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$before"
+    fi
 fi
 
 if [ -z "${PYTHON:-}" ]; then
@@ -37,13 +42,13 @@ if [ "$GPU_DRY" = 1 ]; then
     export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 fi
 
-# run MODULE DEFAULT_MINUTES [ARGUMENT ...]: run a module of this folder. It watches the clock itself. `timeout` ends it
-# if it hangs.
+# run MODULE DEFAULT_MINUTES [ARGUMENT ...]: run a module of this folder in place of the shell. It watches the clock
+# itself. `timeout` ends it if it hangs. A signal to the script reaches the module, which then stops its servers.
 run() {
     local module="$1" limit
     export MINUTES="${MINUTES:-$2}"
     limit="$("$PYTHON" -c 'import os, time
 print(int(60 * float(os.environ["MINUTES"]) - (time.time() - float(os.environ["GPU_BEGAN"]))) + 30)')"
     [ "$limit" -gt 30 ] || limit=30
-    timeout --kill-after=15 "$limit" "$PYTHON" -m "env.gpu.$module" "${@:3}"
+    exec timeout --kill-after=15 "$limit" "$PYTHON" -m "env.gpu.$module" "${@:3}"
 }
