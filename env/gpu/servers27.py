@@ -1,5 +1,6 @@
 """Servers whose steps are measured: settings, commands by arm, and a start that watches the clock."""
 
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -190,6 +191,19 @@ def attempt(server: Server, is_late: bool) -> str:
     except ServerError as error:
         return str(error)
     return f"not ready in time; the end of its log:\n{server.log_tail()}" if is_late else ""
+
+
+def end_on_first_sigterm() -> None:
+    """Let the first SIGTERM raise SystemExit, and ignore later ones, which would interrupt the stop of all servers.
+
+    `timeout` sends two: one to its child, and one to the child's group.
+    """
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def stop(servers: Sequence[Server]) -> None:

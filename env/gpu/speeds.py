@@ -22,7 +22,7 @@ from sglang_dflash.prove.machine import OFFLINE
 from sglang_dflash.servers import arms, document
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import Server, end_on_sigterm
+from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import ASSETS, Pair
 
@@ -204,7 +204,7 @@ class Speeds:
 
 
 def main() -> int:
-    end_on_sigterm()
+    servers27.end_on_first_sigterm()
     small = dry.is_dry()
     settings, clock, folder = DRY if small else GPU, Clock.from_environment(), Path(os.environ["OUT"])
     pair, data = pair_of(os.environ, small=small), sets(os.environ.get("PROMPTS"))

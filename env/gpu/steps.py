@@ -24,7 +24,7 @@ from env.gpu.servers27 import DATA_SET, DRY, GPU, OFF, OURS, STOCK, WIDTH_1, Set
 from env.gpu.shared_layers import MARK
 from sglang_dflash.servers import arms, document
 from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.server import Server, end_on_sigterm
+from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import Pair
 
 ARMS = {16: (OFF, STOCK, OURS), 8: (OFF, STOCK, OURS, WIDTH_1)}  # by block size, in this order
@@ -228,7 +228,7 @@ def gpu_used() -> str:
 
 
 def main() -> int:
-    end_on_sigterm()
+    servers27.end_on_first_sigterm()
     settings, small = (DRY, True) if dry.is_dry() else (GPU, False)
     clock, folder, work = Clock.from_environment(), Path(os.environ["OUT"]), Path(os.environ["WORK"])
     head = document.head("steps of a 27B target by worker and block size", "env/gpu/a.sh")

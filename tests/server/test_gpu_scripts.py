@@ -236,6 +236,16 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     assert checks.tail(tmp_path / "log") == "7"
 
 
+def test_a_second_sigterm_does_not_interrupt_the_end() -> None:
+    code = (
+        "import os, signal\nfrom env.gpu.servers27 import end_on_first_sigterm\nend_on_first_sigterm()\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "finally:\n    os.kill(os.getpid(), signal.SIGTERM)\n    print('stopped')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (143, "stopped\n")
+
+
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
