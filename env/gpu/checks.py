@@ -19,7 +19,7 @@ PROVE_S = {
 }  # fmt: skip
 PROVE_DRY_S = {"draft graph": 15.0, "one token": 15.0}  # skipped on a CPU
 PROVE_START_S = 25.0  # of `prove` itself
-END_S = 20.0  # seconds after SIGTERM
+END_S = 10.0  # seconds after SIGTERM; `timeout` kills this process after 15
 
 
 def printed(command: Sequence[str], limit_s: float) -> str:
