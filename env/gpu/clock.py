@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ class Document:
         try:
             run()
         except Exception as error:  # the next part may still succeed
+            traceback.print_exc()
             self.fail(name, f"{type(error).__name__}: {error}")
         self.fields["parts_s"][name] = round(self.clock.passed_s() - before, 1)
         self.save()

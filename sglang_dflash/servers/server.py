@@ -37,7 +37,7 @@ _MARKS = (
     ("Load weight begin", 1, "loading the target"),
     ("Load weight begin", 2, "loading the draft"),
     ("KV Cache is allocated", 1, "allocating KV and recurrent state"),
-    ("cuda graph begin", 1, "capturing CUDA graphs"),
+    ("CUDA graph begin", 1, "capturing CUDA graphs"),
     ("Application startup complete", 1, "warming up"),
     ("fired up and ready to roll", 1, "ready"),
 )
