@@ -3,7 +3,8 @@
 SGLang logs and ignores an error in `register`. Checks therefore run inside the hooks, where an error stops the launch.
 If SGLang has another version or lacks a name to hook, `register` ends the process. With SGLANG_DFLASH_WORKER=stock it
 only logs a warning. A launch is checked twice: seconds after the start, when the launching process resolves the
-arguments, and in each scheduler process before the worker is built.
+arguments, and in each scheduler process before the worker is built. The second check also compares the resolved
+arguments with the values that the first one declares, because a program may resolve arguments without plugins.
 """
 
 import logging
@@ -12,10 +13,11 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import flags
-from sglang_dflash.errors import HostMismatch
+from sglang_dflash.errors import HostMismatch, NotSupported
 from sglang_dflash.flags import Copy, Worker
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.arguments import asks_for_dflash
@@ -47,7 +49,8 @@ def register() -> None:
     HookRegistry.register(HOOKS["add_cli_args"], add_old_flags, HookType.AFTER)
     HookRegistry.register(HOOKS["read_draft"], read_draft, HookType.AROUND)
     HookRegistry.register(HOOKS["draft_length"], as_long_as_the_target, HookType.AROUND)
-    register_resolution_hook("handle_deprecated_dp_attention")(apply_flags)
+    HookRegistry.register(HOOKS["check_server_args"], prepare_tokenizer, HookType.AFTER)
+    register_resolution_hook("handle_mega_moe")(apply_flags)
     register_resolution_hook("handle_missing_default_values")(require_device)
     register_resolution_hook("handle_speculative_decoding")(check_arguments)
     register_choices()
@@ -69,6 +72,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     from sglang_dflash.worker import DFlashWorker
 
     config = DFlashConfig.from_server_args(server_args)
+    require_declared(server_args, config)
     for note in config.notes:
         logger.info(note)
     ModelRegistry.models.update(dict.fromkeys(ARCHITECTURES, DFlashDraftModel))
@@ -173,7 +177,7 @@ def add_old_flags(result: None, parser: ArgumentParser) -> None:
 
 
 def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Disable the overlap schedule if an environment flag disables it. Wraps the first step of argument resolution."""
+    """Disable the overlap schedule if an environment flag disables it. Wraps the second step of argument resolution."""
     if asks_for_dflash(server_args) and not flags.current().overlap:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -190,11 +194,16 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
         resolve(server_args, previous)
     else:
         previous(server_args)
-    check_requests(server_args)
 
 
-def check_requests(server_args: Any) -> None:
-    """Set hooks that check requests in every process that tokenizes, for servers with and without speculation."""
+def prepare_tokenizer(result: None, server_args: Any) -> None:
+    """Set hooks that check requests in every process that tokenizes, for servers with and without speculation.
+
+    Hook after `ServerArgs.check_server_args`. Every launch calls this method after it has loaded plugins, and before it
+    creates a tokenizer.
+    """
+    if flags.current().worker is Worker.STOCK:
+        return
     from sglang_dflash.host.admission import hook_tokenizer
 
     hook_tokenizer()
@@ -211,15 +220,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     host.require_live()
     config = DFlashConfig.from_server_args(server_args)
     # SGLang's own resolution keeps declared values, except the attention backend in some cases, see `keep_backend`.
-    declare_resolution(
-        server_args,
-        "sglang_dflash.config",
-        speculative_num_draft_tokens=config.block_size,
-        speculative_draft_attention_backend=config.draft_attention_backend,
-        speculative_draft_model_quantization=config.draft_quantization,
-        speculative_draft_load_format=config.draft_load_format,
-        dtype=config.dtype,  # the draft gets the target's dtype even if its own file names another
-    )
+    declare_resolution(server_args, "sglang_dflash.config", **declared(config))
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)
     if config.widest > config.block_size:
@@ -231,6 +232,40 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
             speculative_num_draft_tokens=config.widest,
             speculative_dflash_block_size=config.block_size,
         )
+
+
+def declared(config: "DFlashConfig") -> dict[str, Any]:
+    """Return SGLang's arguments that a server with DFLASH sets, by name."""
+    return {
+        "speculative_num_draft_tokens": config.block_size,
+        "speculative_draft_attention_backend": config.draft_attention_backend,
+        "speculative_draft_model_quantization": config.draft_quantization,
+        "speculative_draft_load_format": config.draft_load_format,
+        "dtype": config.dtype,  # the draft gets the target's dtype even if its own file names another
+    }
+
+
+def require_declared(server_args: Any, config: "DFlashConfig") -> None:
+    """Check that the resolved arguments have the values that `resolve` declares.
+
+    They lack them if a program resolved its `ServerArgs` before SGLang loaded plugins, and the platform of this package
+    was not loaded either, see `host/loading.py`.
+
+    Raises:
+        NotSupported: an argument has another value.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    resolved = resolving_view(server_args)
+    wanted = declared(config) | {"speculative_num_draft_tokens": config.widest}
+    for name, value in wanted.items():
+        found = attrgetter(name)(resolved)
+        if found != value:
+            raise NotSupported(
+                f"{name} was resolved to {found} without sglang-dflash, which needs {value}: these arguments were "
+                "resolved before plugins were loaded; call sglang.srt.plugins.load_plugins() before you build "
+                "ServerArgs, or use sglang.Engine"
+            )
 
 
 def keep_backend(server_args: Any, name: str) -> None:

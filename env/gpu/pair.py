@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
 
 
 GPU = Sizes(
-    turns=12_000, tasks=30_000, at_once=512, new_tokens=256, enough=8_000_000, layers=3, rows=48, anchors=64,
+    turns=12_000, tasks=30_000, at_once=512, new_tokens=256, enough=8_000_000, layers=2, rows=48, anchors=64,
     evaluated=24, evaluated_tokens=128,
     report_every=500, save_seconds=30.0, steps=None, answers_end=0.33, ends=((8, 0.65), (16, 0.75)),
 )  # fmt: skip

@@ -9,11 +9,17 @@ this plugin's.
 import os
 import sys
 
+from sglang_dflash.host.loading import load_before_resolution
+
 REHEARSE = "SGLANG_DFLASH_REHEARSE"
 
 
 def activate() -> str | None:
-    """Return the name of the platform class; None if an accelerator or SGLang's own CPU engine serves."""
+    """Return the name of the platform class; None if an accelerator or SGLang's own CPU engine serves.
+
+    On every machine this also makes SGLang load plugins before it resolves arguments.
+    """
+    load_before_resolution()
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     import torch

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     Hooks = dict[str, tuple[Callable[..., Any], HookType]]
 
 
+# Hooks that `plugin.register` sets.
+AT_REGISTRATION = ("create_worker", "add_cli_args", "check_server_args", "read_draft", "draft_length")
+
+
 def require_seams() -> None:
     """Check SGLang's version, and the names that `plugin.register` hooks or calls.
 
@@ -57,7 +61,8 @@ def require_hooks(*targets: str) -> None:
             raise HostMismatch(
                 f"SGLang has not applied the hook of sglang-dflash to {target}; if SGLANG_PLUGINS is set, add "
                 "sglang_dflash to it (without a GPU also sglang_dflash_cpu); if SGLANG_PLATFORM names another "
-                "platform, unset it; else see the error in SGLang's log, or set SGLANG_DFLASH_WORKER=stock"
+                "platform, unset it; if your program builds ServerArgs, call sglang.srt.plugins.load_plugins() first; "
+                "else see the error in SGLang's log, or set SGLANG_DFLASH_WORKER=stock"
             )
 
 
@@ -85,7 +90,7 @@ def require_live() -> None:
         HostMismatch: the plugin is not loaded, or SGLang could not apply one of the plugin's hooks.
     """
     if flags.current().worker is not Worker.STOCK:
-        require_hooks(*(HOOKS[name] for name in ("create_worker", "add_cli_args", "read_draft", "draft_length")))
+        require_hooks(*(HOOKS[name] for name in AT_REGISTRATION))
 
 
 def check(names: Iterable[Name]) -> None:

@@ -1,7 +1,7 @@
 """SGLang's HTTP application with this plugin's hooks, for the processes of `--tokenizer-worker-num`.
 
 SGLang does not load plugins in separate tokenizer processes. These processes import their application from
-SGLANG_HTTP_SERVER_APP_PATH, which `plugin.check_requests` sets to this module.
+SGLANG_HTTP_SERVER_APP_PATH, which `plugin.prepare_tokenizer` sets to this module.
 """
 
 from sglang.srt.entrypoints.http_server import app

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 GRACE_S = 20.0  # seconds until a signal must have ended the group; SGLang ends within about five seconds of SIGTERM
+PORT_S = 5.0  # seconds until an ended server's port must be free; a killed process may still hold it for a moment
 REQUEST_TIMEOUT_S = 300.0  # a step of a tiny model takes milliseconds, so minutes mean that the server hangs
 START_TIMEOUT_S = 1200.0  # seconds, only against hangs: a start takes about a minute, and a death is noticed earlier
 # The server closes connections that are idle for 5 s. A request on a connection that closes at that moment would fail.
@@ -208,6 +209,9 @@ class Server:
                 self._wait_gone(GRACE_S)
         self._process.wait()
         self._process = None
+        deadline = time.monotonic() + PORT_S
+        while not port_is_free(self.port) and time.monotonic() < deadline:
+            time.sleep(0.1)
         if not port_is_free(self.port):
             raise ServerError(
                 f"{self.name}: stopped, but something else listens on port {self.port}; stop that process"

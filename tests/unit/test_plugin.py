@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash import flags, plugin
-from sglang_dflash.errors import HostMismatch
+from sglang_dflash.errors import HostMismatch, NotSupported
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.names import Name
 
@@ -171,8 +171,37 @@ def test_several_tokenizer_processes_use_the_checking_app(monkeypatch):
         if not asked:
             monkeypatch.delenv(name)
         server_args = SimpleNamespace(speculative_algorithm=None, tokenizer_worker_num=n_processes)
-        plugin.check_arguments(server_args, lambda server_args: None)
+        plugin.prepare_tokenizer(None, server_args)
         assert os.environ.get(name, "") == served
+
+
+def test_plugins_are_loaded_before_the_first_step_of_resolution(monkeypatch):
+    from sglang.srt import plugins
+    from sglang.srt.arg_groups import resolution_hooks
+
+    from sglang_dflash.host import loading
+
+    done = list[str]()
+    monkeypatch.setattr(plugins, "load_plugins", lambda: done.append("plugins"))
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
+    loading.load_before_resolution()
+    (hook,) = resolution_hooks._HOOKS[loading.FIRST]
+    hook(None, lambda server_args: done.append("step"))
+    assert done == ["plugins", "step"]
+
+
+def test_arguments_that_were_resolved_without_the_plugin_are_refused():
+    values = {"draft_quantization": None, "draft_load_format": "auto", "dtype": "float16"}
+    config = SimpleNamespace(block_size=8, widest=12, draft_attention_backend="fa3", **values)
+    resolved = {
+        "speculative_num_draft_tokens": 12, "speculative_draft_attention_backend": "fa3",
+        "speculative_draft_model_quantization": None, "speculative_draft_load_format": "auto", "dtype": "float16",
+    }  # fmt: skip
+    plugin.require_declared(SimpleNamespace(**resolved), config)
+    for name in resolved:
+        wrong = SimpleNamespace(**resolved | {name: "other"})
+        with pytest.raises(NotSupported, match=f"^{name} was resolved to other without .*load_plugins.. before you"):
+            plugin.require_declared(wrong, config)
 
 
 def test_metrics_start_only_with_sglangs_own(monkeypatch, sglang):
