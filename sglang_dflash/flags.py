@@ -198,7 +198,7 @@ FLAGS = (
         ("-1",),
         "SGLang's own variable, for speed measurements. A positive number is the "
         "[simulated](tuning.md#simulated-acceptance) number of tokens per step. Answers are then meaningless.",
-        pattern=r"-?[0-9]+(\.[0-9]+)?",
+        pattern=r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?",
         form="a number",
         example="5.5",
     ),

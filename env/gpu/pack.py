@@ -1,9 +1,9 @@
 """Pack what `b.sh` and `c.sh` need on a machine without a network: weights, prompts, the sets to evaluate, and gguf.
 
-    python env/gpu/pack.py FOLDER --piece 30
+    python env/gpu/pack.py FOLDER
 
-FOLDER/1 gets the first megabytes of the target's compressed weights, FOLDER/2 gets everything else. So a limit on the
-size of one copy can be met by two copies.
+FOLDER/1, FOLDER/2, ... each get a piece of the target's compressed weights, and the last one everything else. So a
+limit on the size of one copy can be met by several copies.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple
 
 from sglang_dflash.bench import prompts as sets
-from sglang_dflash.cli import count
+from sglang_dflash.cli import positive
 from sglang_dflash.models import smollm2, sources
 from sglang_dflash.models.sources import Kind, Messages
 
@@ -87,21 +87,23 @@ def download(package: str, folder: Path) -> None:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Pack what b.sh and c.sh need on a machine without a network.")
     parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
-    parser.add_argument("--piece", type=count, default=30, help="megabytes of weights in the folder 1")
+    parser.add_argument("--piece", type=positive, default=30.5, help="megabytes of weights in one folder")
     parser.add_argument("--few", action="store_true", help="few prompts and little compression, for a dry run")
     args = parser.parse_args(arguments)
     wanted = amounts(few=args.few)
-    first, second = args.folder / "1", args.folder / "2"
-    first.mkdir(parents=True)
-    second.mkdir()
+    args.folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as work:
         weights = lzma.compress(smollm2.download(Path(work)).read_bytes(), preset=wanted.preset)
-        write_sets(second / "sets", Path(work), wanted.of_a_set)
-    (first / "gguf.xz.1").write_bytes(weights[: args.piece * MEGABYTE])
-    (second / "gguf.xz.2").write_bytes(weights[args.piece * MEGABYTE :])
-    download("gguf", second)
-    print(f"{write_prompts(second / 'prompts.jsonl.xz', wanted):,} prompts")
-    for folder in (first, second):
+        write_sets(args.folder / "sets", Path(work), wanted.of_a_set)
+    piece = int(args.piece * MEGABYTE)
+    for i, first in enumerate(range(0, len(weights), piece), start=1):
+        folder = args.folder / str(i)
+        folder.mkdir()
+        (folder / f"gguf.xz.{i:02}").write_bytes(weights[first : first + piece])
+    (args.folder / "sets").rename(folder / "sets")
+    download("gguf", folder)
+    print(f"{write_prompts(folder / 'prompts.jsonl.xz', wanted):,} prompts")
+    for folder in sorted(args.folder.iterdir()):
         n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         print(f"{folder}: {n_bytes / MEGABYTE:.1f} MB")
 

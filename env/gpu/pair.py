@@ -1,14 +1,17 @@
 """Answers of SmolLM2-135M-Instruct, and DFlash 2 drafts trained on them, within a time limit. `b.sh` runs this module.
 
-Environment: CARRIED (folders that `pack.py` wrote, separated by blanks; without it the target and gguf come from PyPI,
-and there must be prompts in $WORK). Writes $OUT/b.json after every part, and the drafts to $OUT/draft8 and
-$OUT/draft16. Everything else lies in $WORK, from which a repeated run continues.
+Environment: CARRIED (folders that `pack.py` wrote, separated by blanks; without it the target comes from PyPI, and only
+user turns are answered) and EAGER (1: no CUDA graph). Writes $OUT/b.json after every part, and each draft as an archive
+in pieces: `cat draft8.tar.* | tar x`. Everything else lies in $WORK, from which a repeated run continues.
 """
 
+import io
 import json
 import lzma
 import os
 import shutil
+import sys
+import tarfile
 from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,6 +43,7 @@ from sglang_dflash.train.tokens import Tokens, text_digest
 SHIPPED = ASSETS / "smollm2" / "draft"
 LAYER_IDS, MASK = (2, 8, 14, 20, 27), 12  # feature layers and mask token of the shipped draft
 SECOND = Second(selector_rank=32)
+PIECE = 15 * 2**20  # bytes of a piece of an archive
 CHUNK = 16384  # prompts answered before the next ones; each chunk captures the graphs of its shapes
 
 
@@ -58,8 +62,9 @@ class Sizes(NamedTuple):
     evaluated_tokens: int  # per answer to them
     report_every: int
     save_seconds: float
-    steps: int | None  # of each training; None: by the clock
-    # Fractions of the time limit at which the answers and each training must have ended.
+    enough_documents: int  # answers without which no draft is trained
+    least_s: float  # seconds that the answers and each training get in any case
+    # Fractions of the time limit at which the answers and each training end.
     answers_end: float
     ends: tuple[tuple[int, float], ...]  # (block size, fraction)
 
@@ -67,12 +72,14 @@ class Sizes(NamedTuple):
 GPU = Sizes(
     turns=12_000, tasks=30_000, at_once=512, new_tokens=256, enough=8_000_000, layers=2, rows=48, anchors=64,
     evaluated=24, evaluated_tokens=128,
-    report_every=500, save_seconds=30.0, steps=None, answers_end=0.33, ends=((8, 0.65), (16, 0.75)),
+    report_every=500, save_seconds=30.0, enough_documents=1000, least_s=30.0,
+    answers_end=0.36, ends=((8, 0.68), (16, 0.87)),
 )  # fmt: skip
 DRY = Sizes(
     turns=4, tasks=8, at_once=4, new_tokens=12, enough=1_000_000, layers=3, rows=2, anchors=4,
     evaluated=1, evaluated_tokens=12,
-    report_every=2, save_seconds=5.0, steps=3, answers_end=0.6, ends=((8, 0.9), (16, 0.95)),
+    report_every=2, save_seconds=1.0, enough_documents=3, least_s=3.0,
+    answers_end=0.6, ends=((8, 0.0), (16, 0.0)),
 )  # fmt: skip
 
 
@@ -83,12 +90,18 @@ def carried(pattern: str) -> list[Path]:
 
 
 def write_target(folder: Path) -> Path:
-    """Write the target's checkpoint into `folder` if it is missing, and return its path."""
+    """Write the target's checkpoint into `folder` if it is missing, and return its path.
+
+    Raises:
+        ValueError: CARRIED is set, and its folders have no weights.
+    """
     out = folder / smollm2.NAME
     if out.exists():
         return out
     pieces = carried("gguf.xz.*")
     if not pieces:
+        if os.environ.get("CARRIED"):
+            raise ValueError(f"CARRIED={os.environ['CARRIED']} has no gguf.xz.*; give folders that pack.py wrote")
         return smollm2.checkpoint(folder)
     part = folder / "target.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -115,31 +128,53 @@ class Pair:
         self.target = load_target(str(path), torch.bfloat16, self.device)
         self.target.requires_grad_(False).eval()
         self.source = ModelSource(self.target, self.tokenizer, self.sizes.at_once)
+        if os.environ.get("EAGER") == "1":
+            self.source.writer.captures = False
         self.out.fields["writer"] = self.source.writer.name
 
     def run(self) -> None:
-        """Run all parts, each if its time has not passed. Stop at the first part that fails and others need."""
-        for name, part in (("target", self.load), ("turns", self.write_turns), ("answers", self.write_answers)):
-            self.out.part(name, 20.0, part)
-            if name in self.out.fields["failed"] or name in self.out.fields["left_out"]:
-                return
-        self.out.part("shipped", 10.0, partial(self.measure, "shipped", SHIPPED))
+        """Run all parts, each if its time has not passed. Without a target or enough answers no draft is trained."""
+        part, limit_s = self.out.part, self.clock.limit_s
+        part("target", 20.0, self.load)
+        if not self.out.fields.get("target"):
+            return
+        part("turns", 20.0, self.write_turns)
+        if "turns" in self.out.fields["failed"] and self.source.writer.captures:
+            self.start_again_eagerly()
+        part("answers", 20.0, partial(self.write_answers, self.sizes.answers_end * limit_s))
+        part("documents", 5.0, self.read_documents)
+        if len(self.documents) < self.sizes.enough_documents:
+            return self.out.fail("documents", f"{len(self.documents)} answers are too few to train on")
+        part("shipped", 10.0, partial(self.measure, "shipped", SHIPPED))
         start = SHIPPED
         for block_size, end in self.sizes.ends:
             name = f"draft{block_size}"
-            self.out.part(name, 20.0, partial(self.train, block_size, end, start))
-            start = self.work / name
-            if (start / "model.safetensors").exists():
-                self.out.part(f"{name}, acceptance", 10.0, partial(self.measure, name, start))
+            part(name, self.sizes.least_s, partial(self.train, block_size, end * limit_s, start))
+            if (self.work / name / "model.safetensors").exists():
+                part(f"{name}, acceptance", 10.0, partial(self.measure, name, self.work / name))
+                start = self.work / name
+
+    def start_again_eagerly(self) -> None:
+        """Replace this process by one without CUDA graphs. After a failed capture a process cannot be trusted."""
+        print("starting again without a CUDA graph", flush=True)
+        os.environ["EAGER"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "env.gpu.pair"])
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def write_turns(self) -> None:
-        """Let the target write user turns."""
-        n = write_prompts(
-            self.source, self.tokenizer, [], self.work / "turns.jsonl", turns=self.sizes.turns, n_tasks=0, seed=1
-        )
-        self.out.fields["turns"] = n
+        """Let the target write user turns, unless an earlier run has done so."""
+        complete = self.work / "turns.complete"
+        if not complete.exists():
+            n = self.sizes.turns
+            write_prompts(self.source, self.tokenizer, [], self.work / "turns.jsonl", turns=n, n_tasks=0, seed=1)
+            complete.touch()
+
+    @cached_property
+    def prompt_ids(self) -> list[list[int]]:
+        """Return the tokens of all prompts, each with the header of its answer."""
+        texts = [rendered_prompt(line, self.tokenizer) for line in self.prompts()]
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def prompts(self) -> list[dict[str, Any]]:
         """Return the tasks of CARRIED and the user turns, without prompts of the evaluated sets."""
@@ -151,35 +186,35 @@ class Pair:
         found = [json.loads(line) for line in (*tasks[: self.sizes.tasks], *turns)]
         return [line for line in found if line["messages"][0]["content"] not in chats]
 
-    def write_answers(self) -> None:
-        """Let the target answer prompts, every second one at temperature 0.7, until the time for this part is up."""
-        prompts, path, complete = self.prompts(), self.work / "answers.jsonl", self.work / "answers.complete"
-        texts = [rendered_prompt(line, self.tokenizer) for line in prompts]
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        done = {json.loads(line)["prompt"] for line in whole_lines(path)}
-        missing = [] if complete.exists() else [i for i in range(len(ids)) if i not in done]
+    def write_answers(self, end_s: float) -> None:
+        """Let the target answer prompts, every second one at temperature 0.7, until the time for this part is up.
+
+        Drafts are trained on these answers, so a repeated run adds none once there were enough.
+        """
+        path, complete, ids = self.work / "answers.jsonl", self.work / "answers.complete", self.prompt_ids
+        if complete.exists():
+            return
+        began_s, n_tokens = self.clock.passed_s(), 0
+        end_s = max(end_s, began_s + self.sizes.least_s)
+        done = {json.loads(line)["prompt"] for line in (whole_lines(path) if path.exists() else ())}
+        missing = [i for i in range(len(ids)) if i not in done]
         Random(len(done)).shuffle(missing)
-        end_s, began_s, n_tokens = self.sizes.answers_end * self.clock.limit_s, self.clock.passed_s(), 0
-        with path.open("a") as file:
+        with path.open("a", buffering=1) as file:
             for prompt, answer in self.answered(ids, missing, seed=len(done)):
                 file.write(json.dumps({"prompt": prompt, "ids": answer}) + "\n")
                 n_tokens += len(answer)
                 if self.clock.passed_s() > end_s or n_tokens > self.sizes.enough:
                     break
-        complete.touch()  # drafts are trained on these answers, so a repeated run adds none
         seconds = self.clock.passed_s() - began_s
         self.out.fields["answers"] = {"new_tokens": n_tokens, "seconds": round(seconds, 1), "prompts": len(ids)}
-        self.documents = [
-            Tokens([*ids[line["prompt"]], *line["ids"]], [False] * len(ids[line["prompt"]]) + [True] * len(line["ids"]))
-            for line in map(json.loads, whole_lines(path))
-            if len(line["ids"]) > 1
-        ]
-        self.out.fields["answers"]["tokens"] = sum(sum(document.is_response) for document in self.documents)
+        if len(whole_lines(path)) >= self.sizes.enough_documents:
+            complete.touch()
 
     def answered(self, ids: list[list[int]], wanted: list[int], seed: int) -> Iterator[tuple[int, list[int]]]:
         """Yield numbers of prompts with their answers' tokens.
 
-        Chunks of prompts are answered one after another. Each has prompts of all lengths, so an early end is no bias.
+        Chunks of prompts are answered one after another. Within a chunk prompts of similar length are answered
+        together, so an early end may leave out some lengths of the last chunk.
         """
         for first in range(0, len(wanted), CHUNK):
             chunk = wanted[first : first + CHUNK]
@@ -188,11 +223,29 @@ class Pair:
             for row in self.source.generate(*asked, seed=seed + first):
                 yield chunk[row.prompt], [*row.ids, *([self.tokenizer.eos_token_id] if row.stopped else [])]
 
+    def read_documents(self) -> None:
+        """Read all answers, also those that were written before a failure."""
+        path, ids = self.work / "answers.jsonl", self.prompt_ids
+        lines = [json.loads(line) for line in (whole_lines(path) if path.exists() else ())]
+        self.documents = [
+            Tokens([*ids[line["prompt"]], *line["ids"]], [False] * len(ids[line["prompt"]]) + [True] * len(line["ids"]))
+            for line in lines
+            if len(line["ids"]) > 1
+        ]
+        n_tokens = sum(len(line["ids"]) for line in lines)
+        self.out.fields["documents"] = {"answers": len(self.documents), "tokens": n_tokens, "prompts": len(ids)}
+
     # -- drafts -------------------------------------------------------------------------------------------------------
 
-    def train(self, block_size: int, end: float, start: Path) -> None:
-        """Train a draft until the fraction `end` of the time limit, beginning with the draft in `start`."""
-        sizes = self.sizes
+    def train(self, block_size: int, end_s: float, start: Path) -> None:
+        """Train a draft until `end_s` seconds of the time limit, beginning with the draft in `start`.
+
+        A draft is in $WORK as soon as its training is over, and then never trained further.
+        """
+        sizes, name = self.sizes, f"draft{block_size}"
+        folder, chosen = self.work / f"training{block_size}", self.work / f"minutes{block_size}"
+        if (self.work / name).exists():
+            return write_pieces(self.work / name, self.out.path.parent)  # a kill may have left none
         config = draft_config_for(
             self.target,
             n_layers=sizes.layers,
@@ -203,30 +256,22 @@ class Pair:
         )
         batches = Batches(self.documents, n_rows=sizes.rows, pad_id=self.tokenizer.pad_token_id, seed=block_size)
         data = Data(batches.at, batches.held_out, [], facts={"text": text_digest(self.documents), "rows": sizes.rows})
-        chosen = self.work / f"minutes{block_size}"  # a repeated run must not change the time limit of a training
-        if not chosen.exists():
-            chosen.write_text(str((end * self.clock.limit_s - self.clock.passed_s()) / 60))
+        if not chosen.exists():  # a repeated run must not change the time limit of a training
+            chosen.write_text(str(max(sizes.least_s, end_s - self.clock.passed_s()) / 60))
         recipe = TrainRecipe(
-            steps=sizes.steps or 1,
+            steps=1,
             learning_rate=1e-3,
             warmup_steps=50,
             report_every=sizes.report_every,
             save_seconds=sizes.save_seconds,
-            minutes=None if sizes.steps else float(chosen.read_text()),
+            minutes=float(chosen.read_text()),
         )
-        out = self.work / f"draft{block_size}"
-        train_draft(
-            self.target,
-            config,
-            data,
-            recipe,
-            out=out,
-            settings=Settings(n_anchors=sizes.anchors, start=str(start)),
-            dtype=torch.bfloat16,
-        )
-        log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-        self.out.fields[f"draft{block_size}"] = {"start": start.name, "layers": sizes.layers, "log": log}
-        copy_draft(out, self.out.path.parent / out.name)
+        settings = Settings(n_anchors=sizes.anchors, start=str(start))
+        train_draft(self.target, config, data, recipe, out=folder, settings=settings, dtype=torch.bfloat16)
+        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        self.out.fields[name] = {"start": start.name, "layers": sizes.layers, "log": log}
+        copy_draft(folder, self.work / name)
+        write_pieces(self.work / name, self.out.path.parent)
 
     @cached_property
     def answers(self) -> dict[str, Answers]:
@@ -249,15 +294,27 @@ class Pair:
 
 
 def copy_draft(folder: Path, out: Path) -> None:
-    """Copy a draft's checkpoint, without the state of its training."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Copy a draft's checkpoint, without the state of its training. `out` appears when it is whole."""
+    part = out.with_name(f"{out.name}.part")
+    part.mkdir(exist_ok=True)
     for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(folder / name, out / name)
+        shutil.copyfile(folder / name, part / name)
+    part.rename(out)
+
+
+def write_pieces(folder: Path, out: Path) -> None:
+    """Write a folder's archive to `out` in pieces of at most `PIECE` bytes."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.add(folder, folder.name)
+    for i, first in enumerate(range(0, len(whole := archive.getvalue()), PIECE)):
+        (out / f"{folder.name}.tar.{i}").write_bytes(whole[first : first + PIECE])
 
 
 def main() -> int:
     sizes, clock = DRY if is_dry() else GPU, Clock.from_environment()
     work, out = Path(os.environ["WORK"]), Path(os.environ["OUT"])
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for every new length, which takes longer
     about = {"machine": "a CPU, small sizes"} if is_dry() else {}
     fields = {**document.head("answers and drafts of SmolLM2-135M-Instruct", "env/gpu/b.sh"), **about}
     written = Document(out / "b.json", clock, **fields, sizes=sizes._asdict(), acceptance={})

@@ -212,11 +212,11 @@ def main() -> int:
     about = {"pair": [path.name for path in pair], "n_new": settings.n_new, "env": document.inherited()}
     out = Document(folder / "c.json", clock, **head, **about, starts=[], calls=[])
     out.leave_out(*(f"{name}: its prompts are not at hand" for name in DATA if name not in data))
-    speeds, planned = Speeds(settings, out, folder / "c"), calls(settings, data)
+    speeds, planned = Speeds(settings, out, Path(os.environ["WORK"]) / "c"), calls(settings, data)
     speeds.folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.callback(speeds.stop)
-        new = servers(pair, settings, folder / "c", small=small)
+        new = servers(pair, settings, Path(os.environ["WORK"]) / "c", small=small)
         if not out.part("start", settings.start_s, lambda: speeds.start(new)) or not speeds.live:
             out.leave_out(*(call.title for call in planned))
         else:

@@ -238,15 +238,15 @@ def main() -> int:
     out = Document(folder / "a.json", clock, **head, **about, starts=[], rows=[], summary=[], kernels={}, prove={})
     out.save()
     estimates = ESTIMATES_DRY_S if small else ESTIMATES_S
-    measurement = Measurement(settings, clock, out, folder / "a-logs", work)
+    measurement = Measurement(settings, clock, out, work / "a-logs", work)
     with ExitStack() as stack:
         stack.callback(measurement.stop_all)
         for block in (16, 8):
             title = f"blocks of {block}"
             later_s = estimates["blocks of 8"] if block == 16 else 0.0
             out.part(title, estimates[title], partial(measurement.blocks_of, block, later_s))
-    out.part("kernels", estimates["kernels"], partial(checks.kernels, out, folder))
-    checks.prove(out, folder, small=small)
+    out.part("kernels", estimates["kernels"], partial(checks.kernels, out, work))
+    checks.prove(out, work, small=small)
     out.fields["done"] = True
     out.save()
     print(out.path, flush=True)

@@ -217,10 +217,10 @@ class Draft(nn.Module):
             ],
             dim=-1,
         )
-        key_positions_RAK = torch.cat([token_T.expand(*positions_RAN.shape[:2], -1), positions_RAN], dim=-1)
-        distance_RANK = positions_RAN[..., None] - key_positions_RAK[:, :, None]
         window = self.config.layer_windows[layer]
         if window is None:
             return visible
+        key_positions_RAK = torch.cat([token_T.expand(*positions_RAN.shape[:2], -1), positions_RAN], dim=-1)
+        distance_RANK = positions_RAN[..., None] - key_positions_RAK[:, :, None]
         latest = 0 if self.config.sliding_is_causal else 1 - window
         return visible & (distance_RANK >= latest) & (distance_RANK < window)

@@ -17,11 +17,14 @@ FIXED_TOKEN = 100  # token of every simulated answer with the token mode "fixed"
 
 
 class SimulatedAccept:
-    """Stage that accepts a given number of drafts per step, equal for all requests and on all ranks."""
+    """Stage that accepts a given number of drafts per step.
+
+    The number is equal for all requests of a step, and on all ranks that serve them.
+    """
 
     def __init__(self, simulated: Simulated) -> None:
         self.simulated = simulated
-        self.random = Random(0)  # equal on all ranks
+        self.random = Random(0)  # equal on all ranks that serve the same requests
         self.owed = 0.0  # fraction of a token that past steps have committed too few
 
     def __call__(self, tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:

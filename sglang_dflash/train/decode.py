@@ -63,7 +63,10 @@ class Decoder:
     """Decoder of at most `n_rows` prompts whose tokens, with the new ones, fit in `n_slots` cache slots."""
 
     @torch.inference_mode()
-    def __init__(self, target: PreTrainedModel, n_rows: int, n_slots: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, target: PreTrainedModel, n_rows: int, n_slots: int, stop_ids: Sequence[int], *, capture: bool = False
+    ) -> None:
+        """`capture`: run the step as a CUDA graph."""
         device = target.device
         self.target = target
         self.n_rows = n_rows
@@ -78,7 +81,7 @@ class Decoder:
         self.finished_B = torch.zeros(n_rows, dtype=torch.bool, device=device)
         self.temperature_B1 = torch.ones(n_rows, 1, device=device)  # 1 for greedy rows
         self.noise_B1 = torch.zeros(n_rows, 1, device=device)  # factor of the noise: 0 for greedy rows, else 1
-        self.graph = self.captured() if device.type == "cuda" else None
+        self.graph = self.captured() if capture else None
 
     @torch.inference_mode()
     def write(self, prompts: Sequence[list[int]], temperatures: Sequence[float], limit: int) -> list[list[int]]:

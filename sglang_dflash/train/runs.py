@@ -16,7 +16,6 @@ from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.from_model import ModelSource
-from sglang_dflash.train.from_server import ServerSource
 from sglang_dflash.train.loop import TrainRecipe
 from sglang_dflash.train.options import DTYPES, STEPS, option
 from sglang_dflash.train.ranks import joined
@@ -161,6 +160,8 @@ def source_of(args: argparse.Namespace) -> answers.Source:
         ValueError: neither is given, or torch has no such --device.
     """
     if args.server:
+        from sglang_dflash.train.from_server import ServerSource  # needs openai
+
         return ServerSource(args.server, args.at_once, api_key=args.api_key)
     if not args.target:
         raise ValueError(

@@ -39,6 +39,7 @@ class Writer(Protocol):
     """Writer of continuations, in batches of at most `at_once` prompts."""
 
     name: str  # for the user: the method, and its reason
+    captures: bool  # whether it captures CUDA graphs
 
     def write(self, asked: Asked, order: Random) -> Iterator[Continuation]:
         """Yield a continuation of each prompt. Batches are in an order drawn from `order`."""
@@ -74,6 +75,7 @@ class StaticWriter:
         self.name = "a decode step of fixed shapes" + (", as a CUDA graph" if target.device.type == "cuda" else "")
         self.target = target
         self.at_once = at_once
+        self.captures = target.device.type == "cuda"
         self.decoder: Decoder | None = None
 
     def write(self, asked: Asked, order: Random) -> Iterator[Continuation]:
@@ -81,16 +83,21 @@ class StaticWriter:
         batches = self.batches([len(ids) for ids in asked.prompts], asked.limit)
         shapes = sorted(batches)
         order.shuffle(shapes)
-        for n_rows, n_slots in shapes:
-            order.shuffle(batches[n_rows, n_slots])
-            self.decoder = None  # frees its memory before another decoder takes memory
-            self.decoder = Decoder(self.target, n_rows, n_slots, asked.stop_ids)
-            for batch in batches[n_rows, n_slots]:
-                temperatures = [asked.temperatures[i] for i in batch]
-                found = self.decoder.write([asked.prompts[i] for i in batch], temperatures, asked.limit)
-                for i, ids in zip(batch, found, strict=True):
-                    yield ended(i, ids, asked.stop_ids)
-        self.decoder = None
+        try:
+            for n_rows, n_slots in shapes:
+                order.shuffle(batches[n_rows, n_slots])
+                self.decoder = None  # frees its memory before another decoder takes memory
+                self.decoder = Decoder(self.target, n_rows, n_slots, asked.stop_ids, capture=self.captures)
+                for batch in batches[n_rows, n_slots]:
+                    yield from self.written(asked, batch, self.decoder)
+        finally:  # also if the caller asks for no more
+            self.decoder = None
+
+    def written(self, asked: Asked, batch: list[int], decoder: Decoder) -> Iterator[Continuation]:
+        temperatures = [asked.temperatures[i] for i in batch]
+        found = decoder.write([asked.prompts[i] for i in batch], temperatures, asked.limit)
+        for i, ids in zip(batch, found, strict=True):
+            yield ended(i, ids, asked.stop_ids)
 
     def batches(self, lengths: Sequence[int], limit: int) -> dict[tuple[int, int], list[list[int]]]:
         """Group prompts by length, and return lists of their indices by shape: (rows, cache slots).
@@ -112,6 +119,8 @@ class StaticWriter:
 
 class GenerateWriter:
     """Writer with Transformers' `generate`. A batch has prompts of one temperature and of similar length."""
+
+    captures = False
 
     def __init__(self, target: PreTrainedModel, at_once: int, reason: str) -> None:
         self.name = f"Transformers' generate, because {reason}"

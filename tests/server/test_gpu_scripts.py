@@ -1,6 +1,6 @@
 """Scripts of `env/gpu`: dry runs in the GPU emulation, and their parsers, clock and plan.
 
-`b.sh` has no test here yet.
+`test_gpu_training.py` tests `b.sh`.
 """
 
 import importlib
@@ -375,6 +375,6 @@ def test_windows_of_every_layout_hold_the_same(layout: str) -> None:
     assert all(torch.equal(view[:, t], inputs[:, t : t + 3].transpose(1, 2)) for t in range(4))
 
 
-@pytest.mark.parametrize("script", ["common.sh", "a.sh", "c.sh"])
+@pytest.mark.parametrize("script", ["common.sh", "a.sh", "b.sh", "c.sh"])
 def test_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / "env" / "gpu" / script)], check=True)

@@ -1,10 +1,12 @@
 """Script `env/gpu/b.sh`: a dry run from a packed folder, killed twice and resumed, and its parts."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from env.gpu import pack, pair
 from sglang_dflash.model import DraftModel
@@ -24,7 +27,7 @@ LIMIT_S = 300.0
 
 def begin(carried: Path, out: Path) -> subprocess.Popen:
     """Start the script dry, in a process group of its own."""
-    folders = f"{carried / '1'} {carried / '2'}"
+    folders = " ".join(map(str, sorted(carried.iterdir())))
     env = {"GPU_DRY": "1", "CARRIED": folders, "OUT": str(out), "WORK": str(out / "work"), "PYTHON": sys.executable}
     inherited = {name: value for name, value in os.environ.items() if name not in ("MINUTES", "GPU_BEGAN", "UP")}
     return subprocess.Popen(["bash", str(ROOT / "env" / "gpu" / "b.sh")], env=inherited | env, start_new_session=True)
@@ -51,13 +54,16 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 def test_b_resumes_after_it_was_killed(carried: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
-    answers, draft = work / "answers.jsonl", work / "draft8" / "model.safetensors"
+    answers, training, draft = work / "answers.jsonl", work / "training8" / "checkpoint.pt", work / "draft8"
     kill_when(lambda: answers.exists() and answers.stat().st_size > 0, carried, tmp_path)
     with answers.open("a") as file:
         file.write('{"prompt": 3, "id')  # a line that the kill has cut
     before = [line for line in answers.read_text().splitlines() if line.endswith("}")]
+    kill_when(training.exists, carried, tmp_path)
+    n_steps = torch.load(training)["step"]
     kill_when(draft.exists, carried, tmp_path)
-    trained_ns = draft.stat().st_mtime_ns
+    trained_ns = training.stat().st_mtime_ns
+    assert torch.load(training)["step"] > n_steps, "a training that was killed goes on"
     assert begin(carried, tmp_path).wait(LIMIT_S) == 0
 
     found = json.loads((tmp_path / "b.json").read_text())
@@ -65,32 +71,50 @@ def test_b_resumes_after_it_was_killed(carried: Path, tmp_path: Path) -> None:
     after = answers.read_text().splitlines()
     assert after[: len(before)] == before
     prompts = [json.loads(line)["prompt"] for line in after]
-    assert sorted(prompts) == list(range(found["answers"]["prompts"])), "each prompt has one answer"
-    assert draft.stat().st_mtime_ns == trained_ns, "a finished draft is not trained again"
+    assert sorted(prompts) == list(range(found["documents"]["prompts"])), "each prompt has one answer"
+    assert training.stat().st_mtime_ns == trained_ns, "a finished draft is not trained again"
     for block_size in (8, 16):
         name = f"draft{block_size}"
-        assert found[name]["log"][-1]["step"] == pair.DRY.steps
         assert set(found["acceptance"][name]) == set(pack.SETS)
-        config = DraftModel.from_pretrained(tmp_path / name).config
+        assert read(tmp_path, name) == read(work / name)
+        config = DraftModel.from_pretrained(work / name).config
         assert (config.block_size, config.num_hidden_layers) == (block_size, pair.DRY.layers)
-        assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["config.json", "model.safetensors"]
+    assert found["draft16"]["log"][-1]["step"] > 0
     assert set(found["acceptance"]["shipped"]) == set(pack.SETS)
+
+
+def read(folder: Path, name: str = "") -> dict[str, bytes]:
+    """Return the files of a draft's folder, or with a name those of its archive in pieces."""
+    if not name:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+    pieces = sorted(folder.glob(f"{name}.tar.*"), key=lambda path: int(path.suffix[1:]))
+    assert len(pieces) > 1
+    assert all(path.stat().st_size <= pair.PIECE for path in pieces)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(path.read_bytes() for path in pieces))) as tar:
+        return {Path(one.name).name: tar.extractfile(one).read() for one in tar.getmembers() if one.isfile()}
 
 
 @pytest.mark.full
 def test_the_target_is_that_of_the_package(carried: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARRIED", f"{carried / '2'} {carried / '1'}")
+    monkeypatch.setenv("CARRIED", " ".join(map(str, sorted(carried.iterdir(), reverse=True))))
     monkeypatch.setattr(pair.smollm2, "checkpoint", lambda folder: pytest.fail("the pieces were not found"))
     assert pair.write_target(tmp_path) == tmp_path / NAME
     assert sorted(path.name for path in tmp_path.iterdir()) == [NAME]
 
 
-def sizes(**more: Any) -> pair.Sizes:
-    return pair.DRY._replace(**more)
+def test_carried_folders_without_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARRIED", str(tmp_path))
+    with pytest.raises(ValueError, match=r"has no gguf\.xz\.\*; give folders that pack\.py wrote"):
+        pair.write_target(tmp_path / "work")
 
 
-def test_an_early_end_answers_prompts_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`generate` answers similar lengths together, so it gets chunks of prompts in random order."""
+def test_the_script_needs_no_server_packages() -> None:
+    """A machine may have torch and Transformers, but neither SGLang nor what it requires."""
+    code = "import sys; sys.modules.update(dict.fromkeys(('openai', 'pydantic', 'sglang'))); import env.gpu.pair"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_chunks_of_prompts_are_answered_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair, "CHUNK", 4)
     asked = list[list[list[int]]]()
 
@@ -103,7 +127,7 @@ def test_an_early_end_answers_prompts_of_all_lengths(monkeypatch: pytest.MonkeyP
             return [Continuation(i, ids[:1], stopped=i == 0) for i, ids in enumerate(prompts)]
 
     work: Any = pair.Pair.__new__(pair.Pair)
-    work.sizes, work.source, work.tokenizer = sizes(), Source(), SimpleNamespace(eos_token_id=9)
+    work.sizes, work.source, work.tokenizer = pair.DRY, Source(), SimpleNamespace(eos_token_id=9)
     ids = [[5] * n for n in range(10)]
     found = dict(work.answered(ids, [7, 2, 8, 1, 6, 3], seed=0))
     assert [len(chunk) for chunk in asked] == [4, 2]
@@ -119,5 +143,5 @@ def test_prompts_of_the_evaluated_chats_are_left_out(tmp_path: Path, monkeypatch
     lines = [json.dumps({"messages": [{"role": "user", "content": turn}]}) for turn in turns]
     (tmp_path / "turns.jsonl").write_text("".join(f"{line}\n" for line in lines))
     work: Any = pair.Pair.__new__(pair.Pair)
-    work.sizes, work.work = sizes(), tmp_path
+    work.sizes, work.work = pair.DRY, tmp_path
     assert [line["messages"][0]["content"] for line in work.prompts()] == turns[1:]

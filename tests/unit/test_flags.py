@@ -73,7 +73,7 @@ def test_malformed_width_lists_are_refused(value: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "simulated"),
-    [("-1", None), ("0", None), ("5.5", Simulated(5.5, "match-expected", "fixed"))],
+    [("-1", None), ("0", None), *((text, Simulated(5.5, "match-expected", "fixed")) for text in ("5.5", "+5.5e0"))],
 )
 def test_a_positive_number_simulates_acceptance(value: str, simulated: Simulated | None) -> None:
     assert flags.read({"SGLANG_SIMULATE_ACC_LEN": value}).simulated == simulated
