@@ -15,11 +15,17 @@ REHEARSE = "SGLANG_DFLASH_REHEARSE"
 
 
 def activate() -> str | None:
-    """Return the name of the platform class; None if an accelerator or SGLang's own CPU engine serves.
+    """Return the name of the platform class, see `platform_name`.
 
     On every machine this also makes SGLang load plugins before it resolves arguments.
     """
+    name = platform_name()  # first, because the next line may import Triton, which reads variables set here
     load_before_resolution()
+    return name
+
+
+def platform_name() -> str | None:
+    """Return the name of the platform class; None if an accelerator or SGLang's own CPU engine serves."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     import torch
