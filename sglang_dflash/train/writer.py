@@ -71,11 +71,13 @@ def obstacle(target: PreTrainedModel) -> str:
 class StaticWriter:
     """Writer with `decode.Decoder`. Batches have rows of similar length, of any temperature."""
 
+    may_capture = True  # False: no writer made from now on captures CUDA graphs
+
     def __init__(self, target: PreTrainedModel, at_once: int) -> None:
-        self.name = "a decode step of fixed shapes" + (", as a CUDA graph" if target.device.type == "cuda" else "")
+        self.captures = self.may_capture and target.device.type == "cuda"
+        self.name = "a decode step of fixed shapes" + (", as a CUDA graph" if self.captures else "")
         self.target = target
         self.at_once = at_once
-        self.captures = target.device.type == "cuda"
         self.decoder: Decoder | None = None
 
     def write(self, asked: Asked, order: Random) -> Iterator[Continuation]:
