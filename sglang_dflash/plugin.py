@@ -94,6 +94,7 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         create_req,
         end_turn,
         keep_no_memory,
+        outcomes_before_version,
         outcomes_first,
         update_finish_state,
     )
@@ -110,6 +111,7 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         HOOKS["internal_state"]: (add_dflash, HookType.AFTER),
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),
+        HOOKS["new_version"]: (outcomes_before_version, HookType.AROUND),
     }
     if config.flags.simulated is None:  # with simulated acceptance SGLang rejects sampling masks
         hooks[HOOKS["validate_mask"]] = admit, HookType.AROUND

@@ -1,4 +1,4 @@
-"""Hooks on SGLang's scheduler for requests: admission, the end of an answer, sessions, and retraction.
+"""Hooks on SGLang's scheduler for requests: admission, end of an answer, sessions, retraction, weight versions.
 
 SGLang tests all tokens of a step together for the end of the answer: stop strings in the order of the request's list,
 then stop tokens. If a step contains two stops, SGLang may find the later one. Then the answer would be longer than
@@ -19,6 +19,9 @@ layers, streaming sessions use the prefix cache, like other sessions.
 
 A decode server (disaggregation) copies a retracted request's recurrent state, and the tokens that the scheduler has, to
 the host. The state includes the step in flight. So the outcome of this step must be processed before a retraction.
+
+SGLang records a new weight version with the number of tokens that a request has. The step in flight ran with the old
+weights, and its tokens are not counted yet. So its outcome must be processed before a version is recorded.
 """
 
 from __future__ import annotations
@@ -109,9 +112,26 @@ def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: Sched
     Hook around `Scheduler.update_running_batch`.
     """
     if scheduler.last_batch and scheduler.result_queue and not batch.check_decode_mem():
-        scheduler.process_batch_result(*scheduler.result_queue.popleft())
-        scheduler.last_batch = None
+        process_outcome(scheduler)
     return stock(scheduler, batch)
+
+
+def outcomes_before_version(stock: Stock, scheduler: Scheduler, new_version: str | None) -> None:
+    """Process the outcome of the decode step in flight before SGLang records a new weight version.
+
+    A prefill in flight is left to SGLang, because the next step needs its batch. Its token is counted late, as without
+    speculation. Hook around `Scheduler.record_weight_version_change`.
+    """
+    batch = scheduler.last_batch
+    if new_version is not None and batch and batch.forward_mode.is_decode() and scheduler.result_queue:
+        process_outcome(scheduler)
+    stock(scheduler, new_version)
+
+
+def process_outcome(scheduler: Scheduler) -> None:
+    """Process the outcome of the step in flight now. The scheduler then goes on as if no step had run before."""
+    scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    scheduler.last_batch = None
 
 
 def end_turn(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:

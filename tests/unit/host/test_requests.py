@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dflash.host.requests import admit, end_turn, outcomes_first
+from sglang_dflash.host.requests import admit, end_turn, outcomes_before_version, outcomes_first
 
 
 def test_requests_that_sglangs_worker_refuses_are_admitted():
@@ -30,6 +31,28 @@ def test_a_step_in_flight_is_processed_before_retraction(memory_suffices, in_fli
     outcomes_first(lambda *_: calls_made.append("update"), scheduler, batch)
     assert calls_made == order
     assert not (scheduler.result_queue and not memory_suffices)
+
+
+@pytest.mark.parametrize(
+    ("version", "mode", "order"),
+    [
+        ("new", ForwardMode.DECODE, ["outcome of step", "version"]),
+        ("new", ForwardMode.EXTEND, ["version"]),
+        (None, ForwardMode.DECODE, ["version"]),
+        ("new", None, ["version"]),
+    ],
+    ids=["decode", "prefill", "no version", "idle"],
+)
+def test_a_decode_step_in_flight_is_processed_before_a_new_weight_version(version, mode, order):
+    calls_made: list[str] = []
+    scheduler = SimpleNamespace(
+        last_batch=mode and SimpleNamespace(forward_mode=mode),
+        result_queue=deque([("step",)] if mode else []),
+        process_batch_result=lambda step: calls_made.append(f"outcome of {step}"),
+    )
+    outcomes_before_version(lambda *_: calls_made.append("version"), scheduler, version)
+    assert calls_made == order
+    assert (scheduler.last_batch is None) == (not scheduler.result_queue), "the event loop would process it again"
 
 
 # -- Chat turns of a streaming session on a target with recurrent layers: no memory is kept for the next turn ----------
