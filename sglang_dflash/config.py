@@ -100,6 +100,15 @@ class DFlashConfig:
             facts["answers are meaningless, because acceptance is simulated:"] = self.flags.simulated
         return ", ".join(f"{name} {value}" for name, value in facts.items())
 
+    def choices(self) -> dict[str, object]:
+        """Return the choices that fix the shapes and steps of a server, by their name in messages."""
+        return {
+            "the block size": self.block_size,
+            "the list of verify widths": self.widths,
+            "the draft's window": self.draft_window,
+            "the dtype": self.dtype,
+        }
+
     @property
     def widest(self) -> int:
         """Return the largest number of tokens per request whose K/V a step writes."""

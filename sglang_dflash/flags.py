@@ -104,6 +104,7 @@ class Flag:
     pattern: str = "(?!)"  # regular expression of further values; by default none
     form: str = ""  # words for the values that match `pattern`
     example: str = ""  # one of these values
+    may_differ: bool = False  # between ranks of one model
 
 
 # Values that SGLang accepts for a switch. For any other value SGLang logs a warning and uses the default.
@@ -142,6 +143,7 @@ FLAGS = (
         pattern="/.+",
         form="an absolute path",
         example="/a/directory",
+        may_differ=True,
     ),
     Flag(
         "SGLANG_DFLASH_COPY",
@@ -185,12 +187,14 @@ FLAGS = (
         _OFF_ON,
         "SGLang's own variable, without effect on this plugin. `1`: its built-in worker reserves KV slots on a second "
         "CUDA stream.",
+        may_differ=True,
     ),
     Flag(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
         "0",
         _OFF_ON,
         "SGLang's own variable. `1`: allow `--context-length` above the model's limit.",
+        may_differ=True,
     ),
     Flag(
         "SGLANG_SIMULATE_ACC_LEN",
@@ -251,6 +255,11 @@ def current() -> Flags:
         ValueError: see `read`.
     """
     return read(os.environ)
+
+
+def shared(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values in `environ` of the variables that must be equal on all ranks of a model, by name."""
+    return {flag.name: _value(flag, environ) for flag in FLAGS if not flag.may_differ}
 
 
 def selects_stock(environ: Mapping[str, str]) -> bool:

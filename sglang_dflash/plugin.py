@@ -59,9 +59,15 @@ def register() -> None:
 def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) -> Callable[..., Any]:
     """Return the constructor of the worker. Hook around `SpeculativeAlgorithm.create_worker`.
 
-    For other algorithms, or with SGLANG_DFLASH_WORKER=stock, the worker is SGLang's.
+    For other algorithms, or with SGLANG_DFLASH_WORKER=stock, the worker is SGLang's. SGLang calls this method on every
+    rank, after it has built the target. With DFLASH the ranks are compared first, also with SGLang's worker.
     """
-    if not algorithm.is_dflash() or flags.current().worker is Worker.STOCK:
+    if not algorithm.is_dflash():
+        return stock(algorithm, server_args)
+    if flags.current().worker is Worker.STOCK:
+        from sglang_dflash.host.agreement import require_equal
+
+        require_equal(server_args, {})
         return stock(algorithm, server_args)
     host.require()
     from sglang.srt.models.registry import ModelRegistry
@@ -69,10 +75,12 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     from sglang_dflash.config import DFlashConfig
     from sglang_dflash.draft.sglang_model import DFlashDraftModel
     from sglang_dflash.draft.variants import ARCHITECTURES
+    from sglang_dflash.host.agreement import require_equal
     from sglang_dflash.worker import DFlashWorker
 
     config = DFlashConfig.from_server_args(server_args)
     require_declared(server_args, config)
+    require_equal(server_args, config.choices())
     for note in config.notes:
         logger.info(note)
     ModelRegistry.models.update(dict.fromkeys(ARCHITECTURES, DFlashDraftModel))

@@ -7,6 +7,7 @@ A draft is a directory or a Hugging Face repository id, as in SGLang. If a repos
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 # Errors of `hf_hub_download`, if a file is neither in the cache nor on the hub, or the hub cannot be reached.
 NOT_FETCHED = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError)
+N_SAMPLES, SAMPLE = 256, 4096  # samples per weight file for a digest, and bytes per sample
 MASK_EMBEDDING = "mask_embedding.pt"
 ROTARY = "rotary_emb.inv_freq"
 # Unused tensors that some exporters save with a draft: the target's embedding, heads and norm. The trainer
@@ -71,6 +73,28 @@ def tensor_shapes(path: str, revision: str | None) -> Shapes:
     """
     folder = Path(path) if Path(path).exists() else _cached_snapshot(path, revision)
     return own_names(_local_shapes(folder) if folder else _hub_shapes(path, revision))
+
+
+def identity(path: str, revision: str | None) -> tuple[str, str]:
+    """Return a name and a value that tells drafts apart: a digest of a directory's files, or a repository's commit.
+
+    The digest covers `config.json`, and of each weight file its size and `N_SAMPLES` equally spaced samples. Files of
+    gigabytes are not read whole, so a change of a few weights between samples is not found.
+
+    Raises:
+        ValueError, NotSupported: see `read_config` and `weight_files`.
+    """
+    if not Path(path).exists():
+        return "the draft's commit", _hub_config(path, revision).parent.name
+    digest = sha256(_local_config(Path(path)).read_bytes())
+    for file in weight_files(Path(path)):
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as weights:
+            for start in range(0, size, max(size // N_SAMPLES, SAMPLE)):
+                weights.seek(start)
+                digest.update(weights.read(SAMPLE))
+    return "the digest of the draft's files", digest.hexdigest()[:16]
 
 
 def own_names(files: Iterable[tuple[str, Mapping[str, Value]]]) -> dict[str, Value]:

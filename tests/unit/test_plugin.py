@@ -13,6 +13,7 @@ import pytest
 
 from sglang_dflash import flags, plugin
 from sglang_dflash.errors import HostMismatch, NotSupported
+from sglang_dflash.host import agreement
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.names import Name
 
@@ -50,8 +51,28 @@ def test_other_algorithms_get_sglangs_worker(monkeypatch):
 
 
 def test_dflash_gets_sglangs_worker_if_the_environment_selects_it(monkeypatch):
+    """The ranks are compared first, because another rank may have selected this plugin's worker."""
+    compared = list[Any]()
+    monkeypatch.setattr(agreement, "require_equal", lambda server_args, choices: compared.append(choices))
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
     assert plugin.create_worker(stock, algorithm(is_dflash=True), None) is int
+    assert compared == [{}]
+
+
+def test_ranks_are_compared_before_the_worker_is_built(monkeypatch):
+    from sglang_dflash.config import DFlashConfig
+
+    def differ(server_args: Any, choices: Any) -> None:
+        raise ValueError(f"{choices} is another")
+
+    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
+    config = SimpleNamespace(choices=lambda: "the block size")
+    monkeypatch.setattr(DFlashConfig, "from_server_args", lambda server_args: config)
+    monkeypatch.setattr(plugin.host, "require", lambda: None)
+    monkeypatch.setattr(plugin, "require_declared", lambda server_args, config: None)
+    monkeypatch.setattr(agreement, "require_equal", differ)
+    with pytest.raises(ValueError, match=r"^the block size is another$"):
+        plugin.create_worker(stock, algorithm(is_dflash=True), None)
 
 
 def test_dflash_checks_the_host_first(monkeypatch, sglang):
