@@ -109,6 +109,7 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     from sglang_dflash.host.target_models import complete
     from sglang_dflash.memory.records import count_records
     from sglang_dflash.memory.texts import beside_texts
+    from sglang_dflash.stages.outputs import experts_of_blocks
 
     hooks: host.Hooks = {
         HOOKS["validate_request"]: (admit, HookType.AROUND),
@@ -120,6 +121,7 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),
         HOOKS["new_version"]: (outcomes_before_version, HookType.AROUND),
+        HOOKS["experts"]: (experts_of_blocks(config.widest), HookType.AROUND),
     }
     if config.flags.simulated is None:  # with simulated acceptance SGLang rejects sampling masks
         hooks[HOOKS["validate_mask"]] = admit, HookType.AROUND

@@ -1,4 +1,4 @@
-"""Optional outputs per token: the target's last hidden state, and the sampler's support (tokens that may be drawn).
+"""Optional outputs per token: last hidden state, the sampler's support (tokens that may be drawn), routed experts.
 
 As without speculation, a token's outputs belong to the token row whose logits the token was drawn from. SGLang's
 scheduler reads the rows of the committed tokens, by request and slot. If no request of a batch needs the outputs,
@@ -7,13 +7,16 @@ nothing is copied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput, SamplingMaskOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.utils import async_h2d
+from sglang.srt.utils.common import get_cuda_graph_max_batch_size
 from torch import nn
 
 from sglang_dflash.errors import NotSupported
@@ -56,6 +59,20 @@ def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput
         return hidden_states(batch, output)
     last = [end - 1 for end in accumulate(batch.extend_lens)]
     return output.last_hidden_states.index_select(0, async_h2d(last, dtype=torch.int64, device=batch.device))
+
+
+def experts_of_blocks(widest: int) -> Callable[..., Any]:
+    """Return a hook around `RoutedExpertsCapturer.create` for verifies of up to `widest` tokens per request.
+
+    SGLang's buffer has as many rows as requests run at once, or as a chunk of a prompt has tokens. A verify needs a row
+    per request and slot. SGLang may round up the number of requests of a captured graph.
+    """
+
+    def create(stock: Callable[..., Any], *, max_running_requests: int, **others: Any) -> Any:
+        n_requests = get_cuda_graph_max_batch_size(max_running_requests)
+        return stock(max_running_requests=n_requests * widest, **others)
+
+    return create
 
 
 def sampling_masks_by_block(

@@ -111,3 +111,10 @@ def test_without_masks_nothing_happens() -> None:
     output = output_of()
     outputs.sampling_masks_by_block(batch_of(), output, torch.ones(1), N)
     assert output.sampling_mask_output is None
+
+
+def test_experts_have_a_row_for_every_verified_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured for batches of a multiple of 4 requests here, so 6 requests may have 8 rows per slot."""
+    monkeypatch.setattr(outputs, "get_cuda_graph_max_batch_size", lambda n: -(-n // 4) * 4)
+    create = outputs.experts_of_blocks(widest=16)
+    assert create(dict, max_running_requests=6, num_tokens=512) == {"max_running_requests": 128, "num_tokens": 512}
