@@ -131,6 +131,8 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
         ValueError: two records contradict each other.
         NotSupported: the records require something that this version cannot serve exactly.
     """
+    if target.no_features:
+        raise NotSupported(f"{target.path}: {target.no_features}; serve this target without DFLASH")
     check_pair(
         draft, target.path, hidden_size=target.hidden_size, vocab_size=target.vocab_size, n_layers=target.n_layers
     )
@@ -205,6 +207,11 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
         )
     for name in arguments.unsupported:
         raise NotSupported(f"{flag(name)} is not supported with DFLASH ({UNSUPPORTED[name]}); drop the flag")
+    if arguments.model_impl not in ("auto", "sglang"):
+        raise NotSupported(
+            f"--model-impl {arguments.model_impl} is not supported with DFLASH (only SGLang's own model classes give "
+            "features to a draft); drop the flag"
+        )
     if arguments.heads_first:
         raise NotSupported(
             "SGLANG_USE_HND_KVCACHE=1 is not supported with DFLASH (the draft's K/V are written with a token's heads "

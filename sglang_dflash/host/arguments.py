@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_dflash import flags
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.host.target_models import why_no_features
 
 # SGLang's arguments that are refused with DFLASH, with the reason.
 UNSUPPORTED = {
@@ -46,6 +47,7 @@ class TargetFacts:
     recurrent: bool  # some layers keep a recurrent state instead of K and V
     gated_delta_net: bool = False  # the recurrent layers are Gated DeltaNet's
     context_length: int = 0  # largest number of tokens of a request
+    no_features: str = ""  # why SGLang's model of the target gives a draft no features; "" if it gives them
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Arguments:
     draft_load_format: str | None = None
     host_cache: bool = False  # `--enable-hierarchical-cache`
     grammar_backend: str | None = None  # None: not resolved yet, which means xgrammar
+    model_impl: str = "auto"
     heads_first: bool = False  # SGLANG_USE_HND_KVCACHE: a page of the KV cache holds the tokens of each head together
 
     def require_draft_path(self) -> str:
@@ -138,6 +141,7 @@ def arguments_of(server_args: Any) -> Arguments:
         draft_load_format=args.speculative_draft_load_format,
         host_cache=args.enable_hierarchical_cache,
         grammar_backend=args.grammar_backend,
+        model_impl=args.model_impl,
         heads_first=envs.SGLANG_USE_HND_KVCACHE.get(),
     )
 
@@ -162,10 +166,10 @@ def target_of(server_args: Any) -> TargetFacts:
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
     model_config = model_config_of(server_args)
-    text = model_config.hf_text_config
+    text, architectures = model_config.hf_text_config, model_config.hf_config.architectures
     return TargetFacts(
         path=model_config.model_path,
-        architecture=model_config.hf_config.architectures[0],
+        architecture=architectures[0],
         hidden_size=model_config.hidden_size,
         vocab_size=model_config.vocab_size,
         n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets: layers times passes
@@ -173,6 +177,7 @@ def target_of(server_args: Any) -> TargetFacts:
         recurrent=mambaish_config(model_config) is not None,
         gated_delta_net=hybrid_gdn_config(model_config) is not None,
         context_length=model_config.context_len,
+        no_features=why_no_features(architectures),
     )
 
 

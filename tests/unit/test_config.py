@@ -52,7 +52,9 @@ def test_the_draft_runs_in_the_targets_dtype(dtype, draft):
     assert combine(ARGUMENTS, replace(TARGET, dtype=dtype), replace(draft, dtype="float32"), FLAGS).dtype == dtype
 
 
-@pytest.mark.parametrize("changes", [{"num_steps": 1, "topk": 1}, {"tp_size": 2}, {"tp_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"num_steps": 1, "topk": 1}, {"tp_size": 2}, {"tp_size": 4}, {"model_impl": "sglang"}], ids=str
+)
 def test_flags_that_restate_the_default_are_accepted(changes, draft):
     """Also accepted: `--tp-size` 2 and 4, which divide the draft's 4 heads."""
     checked(replace(ARGUMENTS, **changes), draft)
@@ -89,6 +91,11 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         ({"accept_thresholds": (0.9, 1.0)}, NotSupported, "--speculative-accept-threshold-single 0.9 would change"),
         ({"accept_thresholds": (1.0, 0.5)}, NotSupported, "--speculative-accept-threshold-acc 0.5 would change"),
         ({"draft_quantization": "awq"}, NotSupported, "--speculative-draft-model-quantization awq .* give fp8 or unq"),
+        (
+            {"model_impl": "transformers"}, NotSupported,
+            r"^--model-impl transformers is not supported with DFLASH \(only SGLang's own .*\); drop the flag$",
+        ),
+        ({"model_impl": "mindspore"}, NotSupported, "^--model-impl mindspore is not supported"),
         ({"pp_size": 2}, NotSupported, "--pp-size 2: .* use --pp-size 1"),
         ({"attention_dp": True}, NotSupported, "without --enable-dp-lm-head .*; add --enable-dp-lm-head"),
         (
@@ -130,6 +137,12 @@ def test_flags_without_an_exact_meaning_are_refused(changes, error, sentence, dr
 def test_a_draft_for_another_target_is_refused(changes, sentence, draft):
     with pytest.raises(ValueError, match=sentence):
         combine(ARGUMENTS, replace(TARGET, **changes), draft, FLAGS)
+
+
+def test_a_target_without_features_is_refused(draft):
+    combine(ARGUMENTS, TARGET, draft, FLAGS)
+    with pytest.raises(NotSupported, match=r"^target: it has none; serve this target without DFLASH$"):
+        combine(ARGUMENTS, replace(TARGET, no_features="it has none", hidden_size=128), draft, FLAGS)
 
 
 def test_simulated_acceptance_verifies_whole_blocks_without_copies(draft):

@@ -120,6 +120,21 @@ BAD = {
     "unknown strategy under its old name": Bad(
         "argument --mamba-scheduler-strategy: invalid choice: 'ring'", "--mamba-scheduler-strategy ring"
     ),
+    "the target's Transformers class": Bad(
+        "NotSupported: --model-impl transformers is not supported with DFLASH (only SGLang's own model classes give "
+        "features to a draft); drop the flag",
+        "--model-impl transformers",
+    ),
+    "a target without a class in SGLang": Bad(
+        "NotSupported: {target}: SGLang has no model class for SmolLM3ForCausalLM, so it would use Transformers' "
+        "class, which gives a draft no features; serve this target without DFLASH",
+        target="smollm3",
+    ),
+    "a target whose class selects no features": Bad(
+        "NotSupported: {target}: SGLang's Qwen2ForCausalLM has no set_dflash_layers_to_capture, so it gives a draft "
+        "no features; serve this target without DFLASH",
+        target="qwen2",
+    ),
     # environment
     "misspelt variable": Bad(
         "ValueError: SGLANG_DFLASH_WROKER is not a variable of sglang-dflash", env={"SGLANG_DFLASH_WROKER": "stock"}
@@ -178,7 +193,7 @@ def test_bad_input_ends_the_launch(name, launch, pair, checkpoints, tmp_path):
     line = f"{CPU} {bad.flags}".format(target=pair[bad.target], draft=draft)
     ended = launch("sglang.launch_server", *line.split(), env=bad.env)
     assert ended.code not in (0, None), ended.err
-    assert bad.sentence.format(draft=draft) in ended.last_line
+    assert bad.sentence.format(draft=draft, target=pair[bad.target]) in ended.last_line
     assert "another exception" not in ended.err, "one error, not a chain of them"
 
 
