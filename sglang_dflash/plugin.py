@@ -20,6 +20,7 @@ from sglang_dflash import flags
 from sglang_dflash.errors import HostMismatch, NotSupported
 from sglang_dflash.flags import Copy, Worker
 from sglang_dflash.host import contract as host
+from sglang_dflash.host import loading
 from sglang_dflash.host.arguments import asks_for_dflash
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
@@ -189,7 +190,12 @@ def add_old_flags(result: None, parser: ArgumentParser) -> None:
 
 
 def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Disable the overlap schedule if an environment flag disables it. Wraps the second step of argument resolution."""
+    """Disable the overlap schedule if an environment flag disables it. Wraps the second step of argument resolution.
+
+    Raises:
+        NotSupported: see `loading.read_flags_again`.
+    """
+    loading.read_flags_again()
     if asks_for_dflash(server_args) and not flags.current().overlap:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -213,7 +219,13 @@ def prepare_tokenizer(result: None, server_args: Any) -> None:
 
     Hook after `ServerArgs.check_server_args`. Every launch calls this method after it has loaded plugins, and before it
     creates a tokenizer.
+
+    Raises:
+        NotSupported: see `loading.require_same_flags` and `loading.refuse_ray`.
     """
+    if asks_for_dflash(server_args):
+        loading.require_same_flags()
+        loading.refuse_ray()
     if flags.current().worker is Worker.STOCK:
         return
     from sglang_dflash.host.admission import hook_tokenizer

@@ -9,9 +9,7 @@ this plugin's.
 import os
 import sys
 
-from sglang_dflash.host.loading import load_before_resolution
-
-REHEARSE = "SGLANG_DFLASH_REHEARSE"
+from sglang_dflash.host.loading import REHEARSE, load_before_resolution
 
 
 def activate() -> str | None:

@@ -60,7 +60,8 @@ def mark_simulated(result: None, manager: Any, meta_info: dict[str, Any], *_: An
 
     Hook after `TokenizerManager._calculate_spec_decoding_metrics`.
     """
-    meta_info["spec_simulated"] = str(flags.current().simulated)
+    if simulated := flags.current().simulated:  # none, if a later engine of this process does not simulate
+        meta_info["spec_simulated"] = str(simulated)
 
 
 def keep_name(stock: Callable[..., None], manager: Any, model_path: str, load_format: str) -> None:

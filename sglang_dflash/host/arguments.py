@@ -30,6 +30,7 @@ UNSUPPORTED = {
     "enable_memory_saver": "a draft's rotary table would not be restored with its weights",
     "enable_symm_mem": "it was not tested with one CUDA graph per verify width",
     "enable_torch_compile": "it was not tested, and may compile the target once per verify width",
+    "use_ray": "Ray's schedulers do not load plugins",
     "forward_hooks": "CUDA graphs of other widths, captured later, would contain the hooks",
 }
 
