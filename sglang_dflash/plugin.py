@@ -1,5 +1,7 @@
 """Entry point `register`, which SGLang calls to load this plugin, and the hooks that `register` sets.
 
+`hooks.py` sets the hooks of a scheduler with DFLASH.
+
 SGLang logs and ignores an error in `register`. Checks therefore run inside the hooks, where an error stops the launch.
 If SGLang has another version or lacks a name to hook, `register` ends the process. With SGLANG_DFLASH_WORKER=stock it
 only logs a warning. A launch is checked twice: seconds after the start, when the launching process resolves the
@@ -18,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import flags
 from sglang_dflash.errors import HostMismatch, NotSupported
-from sglang_dflash.flags import Copy, Worker
+from sglang_dflash.flags import Worker
 from sglang_dflash.host import contract as host
 from sglang_dflash.host import loading
 from sglang_dflash.host.arguments import asks_for_dflash
-from sglang_dflash.host.names import HOOKS, SECTIONS
+from sglang_dflash.host.names import HOOKS
 
 if TYPE_CHECKING:
     from sglang_dflash.config import DFlashConfig
@@ -76,6 +78,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     from sglang_dflash.config import DFlashConfig
     from sglang_dflash.draft.sglang_model import DFlashDraftModel
     from sglang_dflash.draft.variants import ARCHITECTURES
+    from sglang_dflash.hooks import hook_scheduler
     from sglang_dflash.host.agreement import require_equal
     from sglang_dflash.worker import DFlashWorker
 
@@ -91,97 +94,6 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
         return partial(ProbedWorker, config)
     return partial(DFlashWorker, config)
-
-
-def hook_scheduler(config: "DFlashConfig") -> None:
-    """Set and apply the hooks that only a scheduler with DFLASH needs. SGLang has imported the hooked modules."""
-    from sglang.srt.plugins.hook_registry import HookType
-
-    from sglang_dflash.host.draft_input import after_transfer, row_headroom
-    from sglang_dflash.host.requests import (
-        admit,
-        create_req,
-        end_turn,
-        keep_no_memory,
-        outcomes_before_version,
-        outcomes_first,
-        update_finish_state,
-    )
-    from sglang_dflash.host.target_models import complete
-    from sglang_dflash.memory.records import count_records
-    from sglang_dflash.memory.texts import beside_texts
-    from sglang_dflash.stages.outputs import experts_of_blocks
-
-    hooks: host.Hooks = {
-        HOOKS["validate_request"]: (admit, HookType.AROUND),
-        HOOKS["row_headroom"]: (row_headroom, HookType.AFTER),
-        HOOKS["after_transfer"]: (after_transfer, HookType.AFTER),
-        HOOKS["finish"]: (update_finish_state, HookType.AROUND),
-        HOOKS["session"]: (create_req, HookType.AROUND),
-        HOOKS["internal_state"]: (add_dflash, HookType.AFTER),
-        HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
-        HOOKS["count_states"]: (count_records, HookType.AROUND),
-        HOOKS["new_version"]: (outcomes_before_version, HookType.AROUND),
-        HOOKS["experts"]: (experts_of_blocks(config.widest), HookType.AROUND),
-    }
-    if config.flags.simulated is None:  # with simulated acceptance SGLang rejects sampling masks
-        hooks[HOOKS["validate_mask"]] = admit, HookType.AROUND
-    recurrent = config.target.recurrent
-    if recurrent:
-        hooks |= {
-            HOOKS["session_memory"]: (keep_no_memory, HookType.AROUND),
-            HOOKS["turn_end"]: (end_turn, HookType.AROUND),
-        }
-    if recurrent and config.disaggregation == "decode":
-        hooks[HOOKS["update_running"]] = outcomes_first, HookType.AROUND
-    of_draft_kv = {HOOKS[name]: hook for name, hook in config.draft_kv.hooks(recurrent=recurrent).items()}
-    host.set_hooks(hooks | weight_hooks(config) | of_draft_kv)
-    if config.copy is not Copy.OFF:
-        host.set_hooks({HOOKS["kv_bytes"]: (beside_texts, HookType.AROUND)})
-    complete(config.target.architecture)
-
-
-def weight_hooks(config: "DFlashConfig") -> "host.Hooks":
-    """Return the hooks on new weights for target and draft, by the names that they hook."""
-    from sglang.srt.plugins.hook_registry import HookType
-
-    from sglang_dflash.draft import weight_push
-    from sglang_dflash.draft.weight_update import own_checkpoint_only
-
-    is_quantized = config.draft_quantization is not None
-    sizes = {"vocab_size": config.target.vocab_size, "block_size": config.block_size}
-    hooks: dict[str, Callable[..., Any]] = {
-        "update_from_disk": own_checkpoint_only(config.draft, **sizes, served_is_quantized=is_quantized),
-        "push_tensors": weight_push.to_target_unless_named,
-        "push_over_group": weight_push.to_target_unless_named,
-        "load_pushed": weight_push.refuse_unknown,
-        "load_from_ipc": weight_push.draft_stays,
-    }
-    if is_quantized:
-        hooks["begin_push"] = weight_push.quantized_draft_stays
-    return {HOOKS[name]: (hook, HookType.AROUND) for name, hook in hooks.items()}
-
-
-def add_dflash(result: Any, controller: Any, *_: object) -> Any:
-    """Add the DFLASH worker's report to the result.
-
-    Hook after `SchedulerInternalStateController.get_internal_state`.
-    """
-    result.internal_state["dflash"] = controller.scheduler.draft_worker.describe()
-    return result
-
-
-def start_metrics(result: None, reporter: Any) -> None:
-    """Start DFLASH metrics if the scheduler reports metrics. Hook after `SchedulerMetricsReporter.__post_init__`."""
-    if not reporter.current_scheduler_metrics_enabled:
-        return
-    host.check(SECTIONS["metrics"])
-    from sglang.srt.plugins.hook_registry import HookType
-
-    from sglang_dflash.metrics.meter import Meter
-
-    meter = Meter.of(reporter)
-    host.set_hooks({HOOKS["outcome"]: (meter.add, HookType.AFTER), HOOKS["idle"]: (meter.idle, HookType.AFTER)})
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     {"plugin", "__main__"},
     {"prove", "demo"},
-    {"check", "recipe", "pages", "worker", "rehearsal", "bench", "train"},
+    {"check", "recipe", "pages", "worker", "hooks", "rehearsal", "bench", "train"},
     {"config", "cpu", "metrics", "tiny"},
     {"stages", "host", "capacity", "model", "mlx", "models", "servers"},
     {"width", "draft", "memory"},

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash import flags, plugin, worker
+from sglang_dflash import flags, hooks, plugin, worker
+from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Copy, GdnState
 from sglang_dflash.host import contract
 from sglang_dflash.host.admission import hook_tokenizer
 from sglang_dflash.host.draft_input import after_transfer
-from sglang_dflash.host.names import HOOKS
+from sglang_dflash.host.names import HOOKS, Name
 from sglang_dflash.memory.draft_kv import draft_kv
 
 
@@ -37,14 +38,21 @@ def test_every_listed_hook_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     recurrent = config_of()
     dense = config_of(target=SimpleNamespace(vocab_size=8, recurrent=False, architecture="Qwen3ForCausalLM"))
     for config in (recurrent, dense):
-        plugin.hook_scheduler(config)
+        hooks.hook_scheduler(config)
     simulated = flags.read({"SGLANG_SIMULATE_ACC_LEN": "4"})
     monkeypatch.setattr(flags, "current", lambda: simulated)  # a further hook marks the answers
     hook_tokenizer()
     monkeypatch.setattr("sglang_dflash.metrics.meter.Meter.of", lambda reporter: SimpleNamespace(add=None, idle=None))
-    plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
+    hooks.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
     at_registration = set(contract.AT_REGISTRATION)
     assert {name for name, place in HOOKS.items() if place not in hooked} == at_registration
+
+
+def test_metrics_start_only_with_sglangs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hooks.SECTIONS, "metrics", (Name("sglang.srt.server_args", "ServerArgs", "given"),))
+    hooks.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=False))
+    with pytest.raises(HostMismatch, match="lacks member 'given' of sglang"):
+        hooks.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
 
 
 def test_the_reservation_is_as_wide_as_the_verify(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,13 +225,6 @@ def test_arguments_that_were_resolved_without_the_plugin_are_refused():
             plugin.require_declared(wrong, config)
 
 
-def test_metrics_start_only_with_sglangs_own(monkeypatch, sglang):
-    monkeypatch.setitem(plugin.SECTIONS, "metrics", (Name("sglang.bag", "Bag", "given"),))
-    plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=False))
-    with pytest.raises(HostMismatch, match="lacks member 'given' of sglang"):
-        plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
-
-
 def test_old_names_set_what_the_new_names_set():
     parser = ArgumentParser()
     parser.add_argument("--speculative-draft-window-size", type=int)
