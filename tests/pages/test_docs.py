@@ -198,7 +198,7 @@ def test_variables_exist(page: Path) -> None:
 
 OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "tests" / "tools").rglob("*.py")]
 # Flags that are read without argparse, and flags of other programs.
-OTHERS = {"--json", "--server", "--help", "--nproc-per-node", "--no-deps", "--target"}
+OTHERS = {"--json", "--server", "--help", "--config", "--nproc-per-node", "--no-deps", "--target"}
 OF_VLLM = {"--speculative-config", "--max-num-batched-tokens", "--no-enable-prefix-caching"}
 OF_ROUTER = {"--policy", "--worker-urls", "--pd-disaggregation", "--prefill", "--decode"} | {
     "--health-check-interval-secs",
