@@ -13,6 +13,7 @@ from sglang_dflash.draft.weight_update import own_checkpoint_only
 from sglang_dflash.flags import Copy
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.draft_input import after_transfer, row_headroom
+from sglang_dflash.host.intake import take_in, take_no_embedding
 from sglang_dflash.host.names import HOOKS, SECTIONS
 from sglang_dflash.host.requests import (
     admit,
@@ -32,6 +33,8 @@ from sglang_dflash.stages.outputs import experts_of_blocks
 def hook_scheduler(config: DFlashConfig) -> None:
     """Set and apply the hooks that only a scheduler with DFLASH needs. SGLang has imported the hooked modules."""
     hooks: host.Hooks = {
+        HOOKS["generate"]: (take_in, HookType.AROUND),
+        HOOKS["embed"]: (take_no_embedding, HookType.AROUND),
         HOOKS["validate_request"]: (admit, HookType.AROUND),
         HOOKS["row_headroom"]: (row_headroom, HookType.AFTER),
         HOOKS["after_transfer"]: (after_transfer, HookType.AFTER),

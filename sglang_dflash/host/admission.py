@@ -1,37 +1,28 @@
-"""Checks of requests before they reach a scheduler, for servers with and without speculation.
+"""Checks of requests in the process that tokenizes them, for servers with and without speculation.
 
-SGLang 0.5.23 accepts some requests that make the scheduler exit. Then the answers of all clients are lost. SGLang uses
-token ids and the number of top log-probabilities without a check. Some parameters overflow the dtypes of their tensors.
-`n` is unbounded, and a request with n = 2**31 exhausts memory. Other requests turn the logits into NaN, so their
-answers are meaningless.
+This process rejects harmful requests (`limits.py`) with an error that names the field. The server answers with status
+400. `n` is also limited here: it is unbounded in SGLang, and a request with n = 2**31 exhausts memory.
 
-The process that tokenizes requests rejects these harmful ones with an error that names the field. The server answers
-with status 400. `tests/server/test_requests_bad.py` sends harmful requests. docs/troubleshooting.md lists those that
-only a change in SGLang can reject.
+Requests over gRPC, and those to SGLang's Rust server, do not pass through SGLang's Python tokenizer. `intake.py` checks
+all requests in the scheduler. `tests/server/test_requests_bad.py` and `test_front_ends.py` send harmful requests.
+docs/troubleshooting.md lists those that only a change in SGLang can reject.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash import flags
 from sglang_dflash.draft.dialects import is_draft
 from sglang_dflash.host import contract
 from sglang_dflash.host.increments import hook_parsers
+from sglang_dflash.host.limits import check_fields, check_sampling, require_tokens
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
-MOST_TOP_K = 2**31 - 1  # largest top_k, because SGLang stores top_k as int32
-# Largest logit bias (absolute) and temperature, far below fp32's maximum of 3.4e38. A larger bias could make logits
-# infinite. A larger temperature could be infinite in fp32, and turn masked logits (-inf) into NaN.
-MOST = 1e30
-LEAST_REPETITION = 1e-30  # least repetition_penalty; logits divided by less could overflow fp32
 # Largest number of answers (n times the number of prompts) to a request with n > 1. SGLang creates an internal request
 # for each answer before it serves the first.
 MOST_ANSWERS = 2**16
@@ -131,59 +122,3 @@ def check_parameters(made: Any, manager: Any, *_: Any) -> Any:
         check_sampling(made.sampling_params, vocab_size)
         check_fields(made, vocab_size)
     return made
-
-
-def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
-    """Check sampling parameters. Raises ValueError, see `check_parameters`."""
-    if asked.top_k > MOST_TOP_K:
-        raise ValueError(f"top_k is {asked.top_k}; send at most {MOST_TOP_K}, or -1 for the whole vocabulary")
-    if asked.temperature > MOST:
-        raise ValueError(f"temperature is {asked.temperature}; send at most {MOST:g}")
-    if asked.repetition_penalty < LEAST_REPETITION:
-        raise ValueError(f"repetition_penalty is {asked.repetition_penalty}; send at least {LEAST_REPETITION:g}")
-    for token, bias in (asked.logit_bias or {}).items():
-        if not abs(bias) <= MOST:
-            raise ValueError(f"logit_bias of {token} is {bias}; send numbers within {-MOST:g}..{MOST:g}")
-    if asked.stop_token_ids:  # SGLang uses them as indices if any request of the batch has min_new_tokens
-        require_tokens("stop_token_ids", asked.stop_token_ids, vocab_size)
-
-
-def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
-    """Check the fields that are not sampling parameters. Raises ValueError, see `check_parameters`."""
-    if asked.top_logprobs_num > vocab_size:
-        raise ValueError(
-            f"top_logprobs_num (in OpenAI's API: top_logprobs or logprobs) is {asked.top_logprobs_num}; send at most "
-            f"{vocab_size}, the size of the vocabulary"
-        )
-    if asked.return_logprob and asked.logprob_start_len < -1:
-        raise ValueError(f"logprob_start_len is {asked.logprob_start_len}; send a position, or -1 for the prompt's end")
-    if not isinstance(asked.return_hidden_states, bool) and asked.return_hidden_states != "last":
-        raise ValueError(f'return_hidden_states is {asked.return_hidden_states!r}; send true, false or "last"')
-    if asked.custom_logit_processor is not None:
-        require_processor(asked.custom_logit_processor)
-    if not isinstance(asked.positional_embed_overrides, PositionalEmbeds | None):
-        raise ValueError("positional_embed_overrides is internal to SGLang; leave it out")
-
-
-def require_processor(text: str) -> None:
-    """Check that `text` has the form of `CustomLogitProcessor.to_str`, without unpickling its content.
-
-    Raises:
-        ValueError: `text` has another form.
-    """
-    try:
-        bytes.fromhex(json.loads(text)["callable"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"custom_logit_processor cannot be read ({type(error).__name__}: {error}); send the result of its to_str()"
-        ) from error
-
-
-def require_tokens(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Check that all token ids are within the vocabulary, or raise ValueError."""
-    least, most = min(ids), max(ids)
-    if least < 0 or most >= vocab_size:
-        wrong = least if least < 0 else most
-        raise ValueError(
-            f"{field} has {wrong}, which is no token of this model; send ids of its vocabulary, 0..{vocab_size - 1}"
-        )

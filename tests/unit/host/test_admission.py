@@ -108,6 +108,7 @@ def test_harmless_parameters_pass(made_: Any) -> None:
 @pytest.mark.parametrize(
     ("made_", "sentence"),
     [
+        (made(sampling={"max_new_tokens": 1.5}), "max_new_tokens is 1.5; send a whole number"),
         (made(sampling={"top_k": 2**31}), "top_k is 2147483648; send at most 2147483647"),
         (made(sampling={"temperature": 2e30}), "temperature is 2e[+]30; send at most 1e[+]30"),
         (made(sampling={"repetition_penalty": 1e-31}), "repetition_penalty is 1e-31; send at least 1e-30"),
