@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from socketserver import StreamRequestHandler, TCPServer
 from threading import Thread
 from typing import Any
 
@@ -86,6 +87,44 @@ def test_another_server_is_reported(url, states, sentence, monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
     assert url[0] in line
+
+
+def test_the_rust_server_reports_no_internals(url, capsys):
+    url[1].clear()
+    url[1].update(frontend="rust", speculative_algorithm="DFLASH", internal_states=[{}])
+    assert main(["--server", url[0]]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"check: SGLang's Rust server (SGLANG_RUST_SERVER=1) at {url[0]} serves DFLASH, but reports no step times or "
+        "widths; its log names the worker, and with --enable-metrics its /metrics has the dflash metrics"
+    )
+
+
+def test_the_rust_server_without_speculation_is_reported(url, capsys):
+    url[1].update(frontend="rust", speculative_algorithm=None, internal_states=[{}])
+    assert main(["--server", url[0]]) == 1
+    assert "does not serve DFLASH with this plugin; start it with" in capsys.readouterr().err
+
+
+@pytest.fixture
+def grpc_url() -> Iterator[str]:
+    """Return the address of a port that answers with an HTTP/2 frame, as gRPC servers do."""
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(bytes.fromhex("000018040000000000000400400000000500400000000600002000fe0300000001"))
+            self.rfile.readline()
+
+    with TCPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_a_grpc_port_is_named(grpc_url, capsys):
+    assert main(["--server", grpc_url]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"check: {grpc_url} does not speak HTTP/1.1 (BadStatusLine); if it is a gRPC port (--smg-")
 
 
 def test_a_missing_server_is_a_one_line_error(capsys):
