@@ -25,16 +25,16 @@ from sglang_dflash.cli import nearest_or_all
 # Entry point of each command. Only the command that runs is imported, because some imports take seconds, and a machine
 # may lack the dependencies of other commands.
 PROGRAMS = {
-    "demo": "sglang_dflash.demo.__main__:main",
-    "recipe": "sglang_dflash.recipe:main",
-    "check": "sglang_dflash.check.__main__:main",
-    "bench": "sglang_dflash.bench.__main__:main",
-    "prove": "sglang_dflash.prove.__main__:main",
+    "demo": "sglang_dflash.tools.demo.__main__:main",
+    "recipe": "sglang_dflash.tools.recipe:main",
+    "check": "sglang_dflash.tools.check.__main__:main",
+    "bench": "sglang_dflash.tools.bench.__main__:main",
+    "prove": "sglang_dflash.tools.prove.__main__:main",
     "train": "sglang_dflash.train.__main__:main",
-    "models": "sglang_dflash.models.__main__:main",
-    "mlx": "sglang_dflash.mlx.__main__:main",
-    "dashboard": "sglang_dflash.pages:dashboard",
-    "docs": "sglang_dflash.pages:docs",
+    "models": "sglang_dflash.pairs.smollm2.__main__:main",
+    "mlx": "sglang_dflash.reference.mlx.__main__:main",
+    "dashboard": "sglang_dflash.tools.pages:dashboard",
+    "docs": "sglang_dflash.tools.pages:docs",
 }
 
 

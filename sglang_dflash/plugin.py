@@ -19,15 +19,15 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import flags
+from sglang_dflash.engine.host import contract as host
+from sglang_dflash.engine.host import loading
+from sglang_dflash.engine.host.arguments import asks_for_dflash
+from sglang_dflash.engine.host.names import HOOKS
 from sglang_dflash.errors import HostMismatch, NotSupported
 from sglang_dflash.flags import Worker
-from sglang_dflash.host import contract as host
-from sglang_dflash.host import loading
-from sglang_dflash.host.arguments import asks_for_dflash
-from sglang_dflash.host.names import HOOKS
 
 if TYPE_CHECKING:
-    from sglang_dflash.config import DFlashConfig
+    from sglang_dflash.engine.config import DFlashConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ def register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dflash.cpu.platform import register_choices, require_device
-    from sglang_dflash.draft.sglang_config import as_long_as_the_target, read_draft
+    from sglang_dflash.engine.draft.sglang_config import as_long_as_the_target, read_draft
+    from sglang_dflash.platforms.cpu.platform import register_choices, require_device
 
     HookRegistry.register(HOOKS["create_worker"], create_worker, HookType.AROUND)
     HookRegistry.register(HOOKS["add_cli_args"], add_old_flags, HookType.AFTER)
@@ -68,19 +68,19 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     if not algorithm.is_dflash():
         return stock(algorithm, server_args)
     if flags.current().worker is Worker.STOCK:
-        from sglang_dflash.host.agreement import require_equal
+        from sglang_dflash.engine.host.agreement import require_equal
 
         require_equal(server_args, {})
         return stock(algorithm, server_args)
     host.require()
     from sglang.srt.models.registry import ModelRegistry
 
-    from sglang_dflash.config import DFlashConfig
-    from sglang_dflash.draft.sglang_model import DFlashDraftModel
-    from sglang_dflash.draft.variants import ARCHITECTURES
-    from sglang_dflash.hooks import hook_scheduler
-    from sglang_dflash.host.agreement import require_equal
-    from sglang_dflash.worker import DFlashWorker
+    from sglang_dflash.engine.config import DFlashConfig
+    from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
+    from sglang_dflash.engine.draft.variants import ARCHITECTURES
+    from sglang_dflash.engine.hooks import hook_scheduler
+    from sglang_dflash.engine.host.agreement import require_equal
+    from sglang_dflash.engine.worker import DFlashWorker
 
     config = DFlashConfig.from_server_args(server_args)
     require_declared(server_args, config)
@@ -90,7 +90,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     ModelRegistry.models.update(dict.fromkeys(ARCHITECTURES, DFlashDraftModel))
     hook_scheduler(config)
     if config.flags.probe:
-        from sglang_dflash.prove.probe import ProbedWorker
+        from sglang_dflash.tools.prove.probe import ProbedWorker
 
         return partial(ProbedWorker, config)
     return partial(DFlashWorker, config)
@@ -140,23 +140,23 @@ def prepare_tokenizer(result: None, server_args: Any) -> None:
         loading.refuse_ray()
     if flags.current().worker is Worker.STOCK:
         return
-    from sglang_dflash.host.admission import hook_tokenizer
+    from sglang_dflash.engine.host.admission import hook_tokenizer
 
     hook_tokenizer()
     if server_args.tokenizer_worker_num > 1:  # separate tokenizer processes, which do not load plugins
-        os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sglang_dflash.host.http_app:app")
+        os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sglang_dflash.engine.host.http_app:app")
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Check the arguments of DFLASH and declare the resolved values."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    from sglang_dflash.config import DFlashConfig
+    from sglang_dflash.engine.config import DFlashConfig
 
     host.require_live()
     config = DFlashConfig.from_server_args(server_args)
     # SGLang's own resolution keeps declared values, except the attention backend in some cases, see `keep_backend`.
-    declare_resolution(server_args, "sglang_dflash.config", **declared(config))
+    declare_resolution(server_args, "sglang_dflash.engine.config", **declared(config))
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)
     if config.widest > config.block_size:
@@ -164,7 +164,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         # widest verify. `speculative_dflash_block_size` keeps the block size.
         declare_resolution(
             server_args,
-            "sglang_dflash.width",
+            "sglang_dflash.engine.width",
             speculative_num_draft_tokens=config.widest,
             speculative_dflash_block_size=config.block_size,
         )
@@ -215,4 +215,4 @@ def keep_backend(server_args: Any, name: str) -> None:
     replaced = resolving_view(server_args).speculative_draft_attention_backend
     if replaced != name:
         logger.info("the draft's attention backend is still %s, although SGLang's warning names %s", name, replaced)
-        declare_resolution(server_args, "sglang_dflash.config", speculative_draft_attention_backend=name)
+        declare_resolution(server_args, "sglang_dflash.engine.config", speculative_draft_attention_backend=name)

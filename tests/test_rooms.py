@@ -113,8 +113,8 @@ def test_misplaced_files_and_bad_imports_are_found() -> None:
     assert misplaced(in_place, {"draft"}) == []
     out_of_place = ["unit/lib/test_a.py", "unit/a.py", "unit/draft/b.py", "unit/draft/draft/test_b.py", "server/d.py"]
     assert misplaced(out_of_place, {"draft"}) == out_of_place
-    assert complaint("sglang_dflash.memory.slots", "sglang_dflash.stages.state") != ""
-    assert complaint("sglang_dflash.stages.state", "sglang_dflash.memory.slots") == ""
+    assert complaint("sglang_dflash.engine.memory.slots", "sglang_dflash.engine.stages.state") != ""
+    assert complaint("sglang_dflash.engine.stages.state", "sglang_dflash.engine.memory.slots") == ""
     assert list(imported("def f():\n    from a.b import c\nimport d.e")) == ["d.e", "a.b.c"]
     with pytest.raises(CycleError):
         TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()

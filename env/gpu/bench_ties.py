@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sglang_dflash.bench import schedule
-from sglang_dflash.bench.__main__ import main
-from sglang_dflash.bench.compare import Likeliest, Unequal, is_near_tie
+from sglang_dflash.tools.bench import schedule
+from sglang_dflash.tools.bench.__main__ import main
+from sglang_dflash.tools.bench.compare import Likeliest, Unequal, is_near_tie
 
 
 def count_ties(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, gap: float) -> int:

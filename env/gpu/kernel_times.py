@@ -75,7 +75,7 @@ LAYOUTS = "own window per token", "channel-major strip", "token-major strip"
 def convolution(sizes: Sizes, requests: Sequence[int], device: str) -> list[Timed]:
     """Return launches of one layer's convolution in a verify, as SGLang's backend calls it."""
     if device == "cpu":
-        from sglang_dflash.cpu.conv import causal_conv1d_update
+        from sglang_dflash.platforms.cpu.conv import causal_conv1d_update
     else:
         from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_update
 

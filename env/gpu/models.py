@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.capacity.known_models import DRAFTS, TARGETS
-from sglang_dflash.tiny import pairs as tiny
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny.pairs import Pair
+from sglang_dflash.tools.capacity.known_models import DRAFTS, TARGETS
 
 TARGET, DRAFT = "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"
 # Fields of Qwen3.5's config.json that the package's table of models lacks.

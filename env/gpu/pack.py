@@ -18,10 +18,10 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from sglang_dflash.bench import prompts as sets
 from sglang_dflash.cli import positive
-from sglang_dflash.models import smollm2, sources
-from sglang_dflash.models.sources import Kind, Messages
+from sglang_dflash.pairs.smollm2 import smollm2, sources
+from sglang_dflash.pairs.smollm2.sources import Kind, Messages
+from sglang_dflash.tools.bench import prompts as sets
 
 SETS = ("humaneval", "chats", "edits", "summaries")
 # Packages whose functions and documentation become tasks. Those of the evaluated sets, `bench.prompts.PACKAGES`, are

@@ -23,11 +23,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from env.gpu.clock import Clock, Document
 from env.gpu.dry import is_dry
-from sglang_dflash.bench.prompts import CHATS_FILE
-from sglang_dflash.model import DraftModel
-from sglang_dflash.models import smollm2
-from sglang_dflash.servers import document
-from sglang_dflash.tiny.pairs import ASSETS
+from sglang_dflash.pairs.servers import document
+from sglang_dflash.pairs.smollm2 import smollm2
+from sglang_dflash.pairs.tiny.pairs import ASSETS
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.tools.bench.prompts import CHATS_FILE
 from sglang_dflash.train.answers import whole_lines
 from sglang_dflash.train.chat import rendered_prompt
 from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft

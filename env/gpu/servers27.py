@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from env.gpu import dry, shared_layers
 from env.gpu.clock import Clock
 from env.gpu.plugin_folder import write_metadata
-from sglang_dflash.servers import arms
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny import pairs as tiny
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.servers import arms
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny.pairs import Pair
 
 OFF, STOCK, OURS, WIDTH_1 = "off", "stock", "ours", "width 1"
 # Acceptance lengths of the draft's model card, by block size.

@@ -66,7 +66,7 @@ def share(layer_class):
 
 def allow_shared_reads():
     """In the GPU emulation disable the rule that a captured forward reads no weight twice."""
-    if cost := sys.modules.get("sglang_dflash.rehearsal.cost"):
+    if cost := sys.modules.get("sglang_dflash.platforms.rehearsal.cost"):
         cost.require_one_read = lambda nodes: None
 
 

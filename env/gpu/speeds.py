@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from env.gpu import checks, dry, servers27
 from env.gpu.clock import Clock, Document
 from env.gpu.log_lines import about_memory
-from sglang_dflash.prove.machine import OFFLINE
-from sglang_dflash.servers import arms, document
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny import pairs as tiny
-from sglang_dflash.tiny.pairs import ASSETS, Pair
+from sglang_dflash.pairs.servers import arms, document
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny.pairs import ASSETS, Pair
+from sglang_dflash.tools.prove.machine import OFFLINE
 
 DATA = ("humaneval", "chats", "edits", "summaries")
 ARMS = (arms.OFF, arms.STOCK, arms.OURS)

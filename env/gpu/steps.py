@@ -22,10 +22,10 @@ from env.gpu.clock import Clock, Document
 from env.gpu.log_lines import about_memory, intervals, mean_acceptance, shared_layers
 from env.gpu.servers27 import DATA_SET, DRY, GPU, OFF, OURS, STOCK, WIDTH_1, Settings
 from env.gpu.shared_layers import MARK
-from sglang_dflash.servers import arms, document
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.servers import arms, document
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import Pair
 
 ARMS = {16: (OFF, STOCK, OURS), 8: (OFF, STOCK, OURS, WIDTH_1)}  # by block size, in this order
 WARM_STEPS = 2  # of the unmeasured answers before a server's first measurement

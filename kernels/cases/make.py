@@ -1,6 +1,6 @@
 """Cases of every kernel: inputs, the least number of bytes to move, and a check against the kernel's definition.
 
-`tests/kernels` checks the cases at small sizes. `sglang_dflash.prove` checks and times them.
+`tests/kernels` checks the cases at small sizes. `sglang_dflash.tools.prove` checks and times them.
 """
 
 import torch

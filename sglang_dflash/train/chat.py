@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sglang_dflash.host import contract
-from sglang_dflash.host.names import SECTIONS
+from sglang_dflash.engine.host import contract
+from sglang_dflash.engine.host.names import SECTIONS
 
 Message = dict[str, Any]
 Part = tuple[str, bool]  # text, and whether it is a response

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from sglang_dflash.draft.record import FULL, Checkpoint
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.target import check_pair
+from sglang_dflash.engine.draft.record import FULL, Checkpoint
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.target import check_pair
 from sglang_dflash.train.evaluation import Answers, acceptance, n_agreeing
 from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Report, TrainRecipe, train

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import draft_logits
-from sglang_dflash.model.target import stop_token_ids
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.generate import draft_logits
+from sglang_dflash.reference.torch.target import stop_token_ids
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.objective import head_of, slots_at_once
 from sglang_dflash.train.tokens import Rows

@@ -20,7 +20,7 @@ from rich.progress import track
 from torch import nn
 from transformers import PreTrainedModel
 
-from sglang_dflash.model.target import target_features
+from sglang_dflash.reference.torch.target import target_features
 from sglang_dflash.train.loop import differing
 from sglang_dflash.train.ranks import Ranks
 from sglang_dflash.train.text import padded

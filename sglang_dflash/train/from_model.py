@@ -6,7 +6,7 @@ from random import Random
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_dflash.model.target import stop_token_ids
+from sglang_dflash.reference.torch.target import stop_token_ids
 from sglang_dflash.train.answers import Line, Sampling, Write
 from sglang_dflash.train.chat import rendered_prompt
 from sglang_dflash.train.writer import Asked, Continuation, writer_for

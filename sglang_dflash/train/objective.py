@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.second import CandidateSelector
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
 
 # fp32 logits that exist at once. A CPU computes fastest if they fit its cache: 25 MB, for 128 slots and a vocabulary of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from sglang_dflash.models.sources import tasks
+from sglang_dflash.pairs.smollm2.sources import tasks
 from sglang_dflash.train.answers import Messages, Source, whole_lines
 
 OPENINGS = (

@@ -10,8 +10,8 @@ from random import Random
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from sglang_dflash.models.processor import fastest_dtype
-from sglang_dflash.tiny import corpus
+from sglang_dflash.pairs.smollm2.processor import fastest_dtype
+from sglang_dflash.pairs.tiny import corpus
 from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import FeatureCache

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sglang_dflash.draft.record import SECOND
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.draft import Layer
+from sglang_dflash.engine.draft.record import SECOND
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.draft import Layer
 from sglang_dflash.train.features import weights_digest
 from sglang_dflash.train.loop import differing
 

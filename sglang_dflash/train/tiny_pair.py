@@ -24,9 +24,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import Options, spec_steps
-from sglang_dflash.tiny import corpus
+from sglang_dflash.pairs.tiny import corpus
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.generate import Options, spec_steps
 from sglang_dflash.train.draft import Data, Second, Settings, draft_config_for, train_draft
 from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.text import tokens_of

@@ -22,9 +22,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_sampler
 
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.mlx import Options, Pair, load, spec_steps, stream_generate
-from sglang_dflash.mlx.__main__ import arguments
-from sglang_dflash.mlx.target import MLXTarget
+from sglang_dflash.reference.mlx import Options, Pair, load, spec_steps, stream_generate
+from sglang_dflash.reference.mlx.__main__ import arguments
+from sglang_dflash.reference.mlx.target import MLXTarget
 from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE_STEPS, SLIDING, tokens_of
 from tests.fixtures import guide
 
@@ -134,7 +134,7 @@ def test_narrow_block_gives_the_same_tokens(folders, width: int) -> None:
 
 def test_a_long_prompt_is_read_in_chunks(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, reference = pair_of(folders, "hybrid"), ORACLE_STEPS["hybrid"][0]
-    monkeypatch.setattr("sglang_dflash.mlx.generate.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("sglang_dflash.reference.mlx.generate.PREFILL_CHUNK", 7)
     options = options_for(reference)
     assert [list(step) for step in spec_steps(pair, reference["prompt"], options)] == reference["steps"]
 
@@ -308,7 +308,7 @@ def test_a_cache_that_cannot_be_cut_is_refused() -> None:
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "sglang_dflash.mlx", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "sglang_dflash.reference.mlx", *arguments], capture_output=True, text=True, timeout=120
     )
 
 

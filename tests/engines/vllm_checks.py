@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.tiny import pairs as tiny
 from tests.engines import write_oracle
 from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE_STEPS, Case, tokens_of
 from tests.fixtures import guide
@@ -169,7 +169,7 @@ def test_benchmark_measures_vllm_and_the_plugin(tmp_path: Path) -> None:
     with served(CASES["dense"], tmp_path) as server, serve_plugin() as url:
         arms = "--base-url", f"vllm={server.url}", f"ours={url}"
         asked = "--num-prompts", "4", "--max-new-tokens", "48", "--concurrency", "1", "--repeats", "1"
-        command = [sys.executable, "-m", "sglang_dflash.bench", *arms, *asked, "--output", tmp_path / "out"]
+        command = [sys.executable, "-m", "sglang_dflash.tools.bench", *arms, *asked, "--output", tmp_path / "out"]
         done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = {row["arm"]: row for row in json.loads((tmp_path / "out.json").read_text())["summary"]}

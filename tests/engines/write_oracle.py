@@ -2,8 +2,8 @@
 
     python -m tests.engines.write_oracle
 
-Plain torch is the target in Transformers with `sglang_dflash.model`. Tests of other engines read the file, so they
-need no torch.
+Plain torch is the target in Transformers with `sglang_dflash.reference.torch`. Tests of other engines read the file, so
+they need no torch.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import Options, spec_steps
-from sglang_dflash.model.target import stop_token_ids
-from sglang_dflash.tiny.workloads import held_out
+from sglang_dflash.pairs.tiny.workloads import held_out
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.generate import Options, spec_steps
+from sglang_dflash.reference.torch.target import stop_token_ids
 from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.bench.client import HTTP_NAMES
-from sglang_dflash.host import contract
-from sglang_dflash.host.names import SECTIONS, SGLANG, Name
-from sglang_dflash.host.source import problem
+from sglang_dflash.engine.host import contract
+from sglang_dflash.engine.host.names import SECTIONS, SGLANG, Name
+from sglang_dflash.engine.host.source import problem
+from sglang_dflash.tools.bench.client import HTTP_NAMES
 
-PACKAGE, SPEC = Path(contract.__file__).parents[1], "sglang.srt.speculative"
+PACKAGE, SPEC = Path(contract.__file__).parents[2], "sglang.srt.speculative"
 # `rehearsal/flashinfer_seams.py` checks FlashInfer's names when an emulation starts.
 TABLES = [name for section, names in SECTIONS.items() if section != "flashinfer" for name in names]
 

@@ -3,7 +3,7 @@
 import torch
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import fused_commit_track_indices
 
-from sglang_dflash.cpu import mamba_state
+from sglang_dflash.platforms.cpu import mamba_state
 
 
 def test_commit_slots_equal_sglangs_kernel(device):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
+from sglang_dflash.tools.capacity import report as capacity_report
 from tests.fixtures.guide import DOCS, ROOT
 
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from sglang_dflash.capacity.options import OF_FRACTION, WITHOUT_EFFECT, arguments, uncounted
-from sglang_dflash.recipe import GPUS, RECIPES
-from sglang_dflash.recipe import arguments as launch_of
+from sglang_dflash.tools.capacity.options import OF_FRACTION, WITHOUT_EFFECT, arguments, uncounted
+from sglang_dflash.tools.recipe import GPUS, RECIPES
+from sglang_dflash.tools.recipe import arguments as launch_of
 from tests.fixtures.guide import source_of_sglang
 from tests.pages.test_docs import MODULES, for_sglang
 
@@ -14,7 +14,7 @@ ASKED = ["--gpu-memory", "80"]
 LAUNCHES = [words[3:] for words in MODULES if for_sglang(words)] + [
     words[words.index("--") + 1 :]
     for words in MODULES
-    if words[2] == "sglang_dflash.bench" and "--" in words and "..." not in words
+    if words[2] == "sglang_dflash.tools.bench" and "--" in words and "..." not in words
 ]
 FIELDS = re.findall(r"^    (\w+): A\[", source_of_sglang("srt/arg_groups/fields"), re.MULTILINE)
 FLAGS = [f"--{field.replace('_', '-')}" for field in FIELDS if not field.startswith("_")]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from sglang_dflash.host.arguments import UNSUPPORTED, flag
+from sglang_dflash.engine.host.arguments import UNSUPPORTED, flag
 from tests.fixtures.messages import PACKAGE, messages
 
 DOCS = PACKAGE / "docs"

@@ -22,11 +22,11 @@ from sglang_dflash_kernels.record import record_width
 
 from sglang_dflash import flags
 from sglang_dflash.__main__ import PROGRAMS
-from sglang_dflash.capacity import report as capacity_report
+from sglang_dflash.engine.metrics.table import METRICS, PREFIX
+from sglang_dflash.engine.width.chooser import Chooser
+from sglang_dflash.engine.width.policy import Fixed
 from sglang_dflash.flags import Worker
-from sglang_dflash.metrics.table import METRICS, PREFIX
-from sglang_dflash.width.chooser import Chooser
-from sglang_dflash.width.policy import Fixed
+from sglang_dflash.tools.capacity import report as capacity_report
 from tests.fixtures import guide
 
 ROOT, DOCS = guide.ROOT, guide.DOCS
@@ -122,7 +122,7 @@ class Parsed(Exception):
 
 
 def for_sglang(words: tuple[str, ...]) -> bool:
-    return words[2] == "sglang.launch_server" or (words[2] == "sglang_dflash.check" and FOR_SERVERS in words)
+    return words[2] == "sglang.launch_server" or (words[2] == "sglang_dflash.tools.check" and FOR_SERVERS in words)
 
 
 def test_every_command_is_of_a_kind_that_is_checked() -> None:
@@ -153,7 +153,7 @@ def test_programs_accept_their_commands(words: tuple[str, ...], monkeypatch: pyt
     if module == "pytest":
         assert all((ROOT / path).exists() for path in argv)
         return
-    if module == "sglang_dflash.mlx":
+    if module == "sglang_dflash.reference.mlx":
         pytest.skip("tests/engines/mlx_checks.py reads it, where MLX is")
     spec = importlib.util.find_spec(module)
     assert spec is not None
@@ -181,7 +181,7 @@ def test_sglang_accepts_its_commands(words: tuple[str, ...], launch: Any) -> Non
 
 def test_servers_of_a_benchmark_accept_their_flags(launch: Any) -> None:
     for words in MODULES:
-        if words[2] == "sglang_dflash.bench" and "--" in words and "..." not in words:
+        if words[2] == "sglang_dflash.tools.bench" and "--" in words and "..." not in words:
             ended = launch("parse", *words[words.index("--") + 1 :])
             assert ended.code == 0, ended.err
 

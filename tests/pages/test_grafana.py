@@ -5,8 +5,8 @@ import re
 from itertools import combinations
 from typing import Any
 
-from sglang_dflash.metrics.table import METRICS, PREFIX, table
-from sglang_dflash.pages import DASHBOARD as DASHBOARD_FILE
+from sglang_dflash.engine.metrics.table import METRICS, PREFIX, table
+from sglang_dflash.tools.pages import DASHBOARD as DASHBOARD_FILE
 from tests.fixtures.guide import ROOT, source_of_sglang
 
 PAGE = ROOT / "sglang_dflash" / "docs" / "metrics.md"
@@ -67,4 +67,4 @@ def test_panels_are_distinct_and_do_not_overlap() -> None:
 
 
 def test_the_readme_has_the_table() -> None:
-    assert table() in PAGE.read_text(), "write sglang_dflash.metrics.table.table() into it"
+    assert table() in PAGE.read_text(), "write sglang_dflash.engine.metrics.table.table() into it"

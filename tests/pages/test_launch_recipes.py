@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from sglang_dflash.tiny import pairs as tiny
-from sglang_dflash.tiny.pairs import Arm
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.fixtures.guide import ROOT
 
 

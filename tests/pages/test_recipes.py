@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import recipe
-from sglang_dflash.capacity import known_models as models
-from sglang_dflash.capacity.geometry import Config
-from sglang_dflash.config import combine
-from sglang_dflash.draft import checkpoint
-from sglang_dflash.draft.record import Checkpoint
+from sglang_dflash.engine.config import combine
+from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.draft.record import Checkpoint
+from sglang_dflash.engine.host.arguments import Arguments, TargetFacts
 from sglang_dflash.flags import read
-from sglang_dflash.host.arguments import Arguments, TargetFacts
-from sglang_dflash.recipe import GPUS, RECIPES
+from sglang_dflash.tools import recipe
+from sglang_dflash.tools.capacity import known_models as models
+from sglang_dflash.tools.capacity.geometry import Config
+from sglang_dflash.tools.recipe import GPUS, RECIPES
 from tests.fixtures.guide import DOCS, ROOT, source_of_sglang
 from tests.server.lib import families
 from tests.server.lib.families import FAMILIES

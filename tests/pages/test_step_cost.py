@@ -5,7 +5,7 @@ In the table, a step takes at most 0.87 of the time of SGLang's worker at 8 and 
 
 from pathlib import Path
 
-from sglang_dflash.stages import budget
+from sglang_dflash.engine.stages import budget
 from tests.tools.tables import step_cost
 
 PAGE = Path(__file__).parents[2] / "sglang_dflash" / "docs" / "step-cost.md"

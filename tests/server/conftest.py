@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny import pairs as tiny
-from sglang_dflash.tiny.corpus import draw
-from sglang_dflash.tiny.pairs import Arm, Pair
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny.corpus import draw
+from sglang_dflash.pairs.tiny.pairs import Arm, Pair
 from tests.server.lib.forked import make_server
 from tests.server.lib.talk import chat
 from tests.server.lib.variants import VARIANTS

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import Arm
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.lib.oracle import Expected
 from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.variants import TWO_NODES

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.bench.__main__ import main
-from sglang_dflash.bench.client import HttpEngine
-from sglang_dflash.bench.engine import Sampling, TokenIds
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.tools.bench.__main__ import main
+from sglang_dflash.tools.bench.client import HttpEngine
+from sglang_dflash.tools.bench.engine import Sampling, TokenIds
 
 pytestmark = pytest.mark.full
 MAX_NEW_TOKENS = 32

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.pairs.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
 from tests.server.lib.rehearsals import FA3, GRAPHS, INTERPRETED, SM90, STREAMS, TRTLLM

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.servers.ports import free_port
+from sglang_dflash.pairs.servers.ports import free_port
 from tests.server.lib.browser import CHROMIUM, Page, opened
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")]

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import Generation, Server
-from sglang_dflash.tiny.pairs import Arm
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import Expected
 from tests.server.lib.penalised import ASKED, edited_answer, end_token, penalty_rule

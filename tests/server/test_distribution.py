@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.check import served
-from sglang_dflash.prove import distribution
-from sglang_dflash.prove.distribution import Draw
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.tools.check import served
+from sglang_dflash.tools.prove import distribution
+from sglang_dflash.tools.prove.distribution import Draw
 from tests.server.conftest import SECOND
 from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters

@@ -18,11 +18,11 @@ import psutil
 import pytest
 import yaml
 
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny import pairs as tiny
-from sglang_dflash.tiny.pairs import Arm
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.lib.router import serves
 from tests.server.lib.talk import tokens_of
 from tests.server.lib.variants import TWO_NODES

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.tiny.pairs import DENSE, Pair
+from sglang_dflash.pairs.tiny.pairs import DENSE, Pair
 from tests.server.lib.families import FAMILIES, NO_WARMUP, write_pair
 from tests.server.lib.oracle import Oracle
 from tests.server.lib.rehearsals import REHEARSALS

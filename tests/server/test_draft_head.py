@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_dflash.draft.fp8_head import rounded_rows
-from sglang_dflash.model import generate
-from sglang_dflash.tiny.pairs import HYBRID, Pair
+from sglang_dflash.engine.draft.fp8_head import rounded_rows
+from sglang_dflash.pairs.tiny.pairs import HYBRID, Pair
+from sglang_dflash.reference.torch import generate
 from tests.server.lib.oracle import Oracle
 from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.talk import post

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny import pairs as tiny
 from tests.server.lib.engine import HARMFUL
 from tests.server.test_doors import FIELDS, N_NEW, N_PROMPTS, ROOT, WIDE
 

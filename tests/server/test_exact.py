@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import Pair
 from tests.server.lib.oracle import oracle
 from tests.server.lib.pairs import pair_of
 from tests.server.lib.rows import require_rows

@@ -3,7 +3,7 @@
 Each family has a target of random weights, and a draft trained on the target's answers (`lib/families.py`).
 Transformers, the server without speculation and this plugin must give the same answers. For each answer, as
 many decode steps must accept n drafts as in plain torch, for every n. Families that SGLang serves only on GPUs run
-under GPU emulation (`sglang_dflash.rehearsal`), with a GPU's attention backend and captured graphs.
+under GPU emulation (`sglang_dflash.platforms.rehearsal`), with a GPU's attention backend and captured graphs.
 """
 
 from collections import Counter
@@ -14,10 +14,10 @@ import pytest
 import torch
 import transformers
 
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import DecodedStep, Options, spec_steps
-from sglang_dflash.servers.server import Generation, Server
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.pairs.tiny.pairs import Pair
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.generate import DecodedStep, Options, spec_steps
 from tests.server.lib.families import FAMILIES, NO_WARMUP, REHEARSED, Family, write_pair
 from tests.server.lib.talk import steps, tokens_of
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
 from tests.server.lib.bad_requests import GREEDY, PROMPT, Bad, chat, completion, fields, sampling
 from tests.server.lib.fuzz import ODD
 

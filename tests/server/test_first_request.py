@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.workloads import hopeless_prompts
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.workloads import hopeless_prompts
 from tests.server.conftest import AS_USERS
 from tests.server.lib.variants import VARIANTS
 

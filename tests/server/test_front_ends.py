@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.check import served
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.tools.check import served
 from tests.server.conftest import AS_USERS, FIRST_PORT, STRICT, require_nothing_lost
 from tests.server.lib.bad_requests import GREEDY, MESSAGES, PROMPT
 from tests.server.lib.front_ends import (

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
 from tests.server.conftest import AS_USERS, require_nothing_lost
 from tests.server.lib.fuzz import Request, difference, differences, neighbours, send
 from tests.server.lib.variants import RETRACT, VARIANTS

@@ -22,9 +22,9 @@ from env.gpu import bench_ties, checks, kernel_times, models, plugin_folder, sha
 from env.gpu.clock import RESERVE_S, Clock, Document
 from env.gpu.log_lines import about_memory, intervals
 from env.gpu.servers27 import DRY, GPU, OFF, OURS, STOCK, WIDTH_1, command, environment
-from sglang_dflash.bench.compare import Difference, Unequal
-from sglang_dflash.model import DraftModel
-from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.tools.bench.compare import Difference, Unequal
 from tests.fixtures.forking import RUN
 
 ROOT = Path(__file__).parents[2]

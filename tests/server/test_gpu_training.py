@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from env.gpu import pack, pair
-from sglang_dflash.model import DraftModel
-from sglang_dflash.models.smollm2 import NAME
+from sglang_dflash.pairs.smollm2.smollm2 import NAME
+from sglang_dflash.reference.torch import DraftModel
 from sglang_dflash.train.writer import Continuation
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_dflash.servers.server import Generation, Server
-from sglang_dflash.tiny.pairs import Arm
+from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
 from tests.server.lib.talk import as_prompt, conversation, steps, tokens_of

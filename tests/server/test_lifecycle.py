@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sglang_dflash.servers.server import Generation, Server
-from sglang_dflash.tiny.pairs import HYBRID
+from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.pairs.tiny.pairs import HYBRID
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, push, steps, stream, together, tokens_of
 from tests.server.lib.variants import TRACK
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_dflash.servers.server import Generation, Server
-from sglang_dflash.tiny.pairs import Arm
+from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib import adapters
 from tests.server.lib.adapters import Adapter

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_dflash.capacity import geometry
-from sglang_dflash.check import served
-from sglang_dflash.memory.sizes import ring_slots
-from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.engine.memory.sizes import ring_slots
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.tools.capacity import geometry
+from sglang_dflash.tools.check import served
 
 # Largest number of requests that a tiny pair's server runs, tokens of a block, window in tokens.
 N_REQUESTS, BLOCK, WINDOW = 8, 16, 64

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_dflash.metrics.stage_times import SAMPLE_EVERY, STAGES
-from sglang_dflash.metrics.table import METRICS, PREFIX
-from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.engine.metrics.stage_times import SAMPLE_EVERY, STAGES
+from sglang_dflash.engine.metrics.table import METRICS, PREFIX
+from sglang_dflash.pairs.servers.server import Generation, Server
 from tests.server.lib.talk import as_prompt, conversation
 from tests.server.lib.variants import METRICS as ENABLED
 from tests.server.lib.variants import window

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.host.agreement import WAIT_S
-from sglang_dflash.servers.arms import ANNOUNCEMENT
-from sglang_dflash.servers.ports import HOST, free_port
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny import pairs as tiny
-from sglang_dflash.tiny.pairs import Arm, Pair
+from sglang_dflash.engine.host.agreement import WAIT_S
+from sglang_dflash.pairs.servers.arms import ANNOUNCEMENT
+from sglang_dflash.pairs.servers.ports import HOST, free_port
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny.pairs import Arm, Pair
 from tests.server.conftest import KIND_FLAGS, PAIRS, require_nothing_lost
 from tests.server.lib.forked import make_server
 from tests.server.lib.talk import tokens_of

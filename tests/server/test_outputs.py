@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.servers.server import Generation, Server
-from sglang_dflash.tiny.pairs import HYBRID
+from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.pairs.tiny.pairs import HYBRID
 from tests.server.lib.rows import GAP, require_rows
 from tests.server.lib.talk import post, steps, stream, together, tokens_of
 from tests.tools.parameters import BAN_TOKENS, COMMA

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
 from tests.server.lib.talk import post
 from tests.server.lib.variants import VARIANTS
 from tests.tools.parameters import QUESTIONS

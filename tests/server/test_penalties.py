@@ -15,7 +15,7 @@ import pytest
 import torch
 from sglang.srt.sampling.custom_logit_processor import DeepseekOCRNoRepeatNGramLogitProcessor
 
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
 from tests.server.lib.penalised import ASKED, Rule, edited_answer, end_token, penalty_rule
 from tests.server.lib.talk import together, tokens_of
 from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS

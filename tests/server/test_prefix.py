@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.pairs.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
 from tests.server.lib.talk import as_prompt, as_text, conversation, steps, stream, together, tokens_of

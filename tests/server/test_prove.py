@@ -23,7 +23,7 @@ def prove(
     tmp_path: Path, *words: str, env: dict[str, str] | None = None, form: tuple[str, ...] = ("--short",)
 ) -> tuple[int, dict[str, Any]]:
     out = tmp_path / "prove.json"
-    command = [sys.executable, "-m", "sglang_dflash.prove", *form, "--minutes", str(MINUTES), "--out", str(out)]
+    command = [sys.executable, "-m", "sglang_dflash.tools.prove", *form, "--minutes", str(MINUTES), "--out", str(out)]
     environment = os.environ | {"SGLANG_DFLASH_REHEARSE": "sm90"} | (env or {})
     ended = subprocess.run([*command, *words], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert out.exists(), ended.stdout + ended.stderr

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.servers.server import Generation, Server
-from sglang_dflash.tiny.pairs import Arm
+from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.conftest import KIND_FLAGS, PAIRS
 from tests.server.lib.quantized import quantized
 from tests.server.lib.rehearsals import FA3, GRAPHS, SM90

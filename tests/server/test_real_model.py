@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.bench import prompts as data
-from sglang_dflash.demo.pairs import smollm2_show
 from sglang_dflash.errors import NoModelError
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import Pair
+from sglang_dflash.tools.bench import prompts as data
+from sglang_dflash.tools.demo.pairs import smollm2_show
 from tests.server.conftest import AS_USERS, WHOLE_BLOCKS, ServerPool
 from tests.server.lib.oracle import oracle
 from tests.server.lib.talk import Message, post, steps, stream, tokens_of

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.server import Generation, Server
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.pairs.tiny.pairs import Pair
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
 from tests.server.lib.pairs import pair_of

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
 from tests.server.lib.router import end, n_answered, routed
 from tests.server.lib.talk import steps, tokens_of
 from tests.server.lib.variants import TWO_NODES, VARIANTS

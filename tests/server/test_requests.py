@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.prove import distribution
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.tools.prove import distribution
 from tests.server.conftest import PAIRS
 from tests.server.lib.talk import post, together
 from tests.server.lib.variants import VARIANTS

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
 from tests.server.lib.bad_requests import (
     GREEDY,
     KINDS,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from sglang_dflash.servers.server import Generation
+from sglang_dflash.pairs.servers.server import Generation
 from tests.server.lib.families import BLOCK_SIZE, FAMILIES, N_LAYERS, NO_WARMUP, write_pair
 from tests.server.lib.talk import tokens_of
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_dflash.check import served
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.tools.check import served
 from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48

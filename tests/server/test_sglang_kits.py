@@ -14,8 +14,8 @@ import pytest
 import requests
 from transformers import AutoTokenizer
 
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import DENSE, Arm
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import DENSE, Arm
 
 KITS = {
     "spec_server_kits": (

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.check import served
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.tools.check import served
 from tests.server.lib.rehearsals import FA3, GRAPHS, SM90, TRACK
 from tests.server.lib.talk import tokens_of
 

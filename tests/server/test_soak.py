@@ -9,7 +9,7 @@ from itertools import cycle, islice
 
 import pytest
 
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
 from tests.server.conftest import require_nothing_lost
 from tests.server.lib.soak import Entry, Report, Soak, complaints, write_book
 from tests.server.lib.talk import ask_and_never_read, stream, tokens_of

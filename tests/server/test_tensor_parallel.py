@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
-from sglang_dflash.rehearsal.exchange import steps_in
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import HYBRID
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import HYBRID
+from sglang_dflash.platforms.rehearsal.exchange import steps_in
 from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.rows import GAP, require_logprobs
 from tests.server.lib.talk import chat, tokens_of

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny import pairs as tiny
 from sglang_dflash.train.loop import LOG
 from tests.fixtures import guide
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.utils import init_custom_process_group
 
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import HYBRID
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import HYBRID
 from tests.server.lib.oracle import Oracle
 from tests.server.lib.rehearsals import REHEARSALS
 from tests.server.lib.talk import post, push, steps, tokens_of

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import HYBRID
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import HYBRID
 from tests.server.lib.rehearsals import REHEARSALS
 from tests.server.lib.talk import post, push
 from tests.server.lib.variants import VARIANTS

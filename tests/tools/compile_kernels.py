@@ -55,9 +55,9 @@ from sglang_dflash_kernels.record import record_width
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from sglang_dflash.capacity import geometry
-from sglang_dflash.capacity import known_models as models
-from sglang_dflash.memory import sizes
+from sglang_dflash.engine.memory import sizes
+from sglang_dflash.tools.capacity import geometry
+from sglang_dflash.tools.capacity import known_models as models
 from tests.tools import sass
 
 MODELS = ("Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3-Coder-Next")

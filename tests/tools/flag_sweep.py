@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from sglang_dflash.servers.arms import without_speculation
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.ports import free_port
-from sglang_dflash.servers.server import end_on_sigterm
-from sglang_dflash.tiny import pairs as tiny
-from sglang_dflash.tiny.pairs import Arm, Pair
+from sglang_dflash.pairs.servers.arms import without_speculation
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.ports import free_port
+from sglang_dflash.pairs.servers.server import end_on_sigterm
+from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.pairs.tiny.pairs import Arm, Pair
 from tests.fixtures import forking
 from tests.fixtures.forker import IMPORTED_ONCE
 from tests.server.lib.forked import make_server
@@ -149,7 +149,7 @@ def resolve(arm: Arm, argv: list[str]) -> None:
     """Resolve the arguments of a launch as `sglang-dflash check` does, with DFLASH or without speculation."""
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_dflash.check.launch import launch
+    from sglang_dflash.tools.check.launch import launch
 
     if arm is Arm.PLUGIN:
         launch(argv)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from sglang_dflash.prove import distribution
-from sglang_dflash.servers.errors import ServerError
-from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Server
+from sglang_dflash.pairs.servers.errors import ServerError
+from sglang_dflash.pairs.servers.server import REQUEST_TIMEOUT_S, Server
+from sglang_dflash.tools.prove import distribution
 from tests.server.lib.talk import chat, token_ids
 
 # The tiny pair was trained on questions like some of these, so drafts are accepted. For the others the next tokens are

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.config import combine
-from sglang_dflash.draft import checkpoint
-from sglang_dflash.host.arguments import Arguments, TargetFacts
+from sglang_dflash.engine.config import combine
+from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.host.arguments import Arguments, TargetFacts
 
 TARGET = TargetFacts(
     "target", "Qwen3_5ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16", recurrent=True

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import config, flags
-from sglang_dflash.config import check_arguments, combine
-from sglang_dflash.draft import checkpoint
-from sglang_dflash.draft.record import FULL, SLIDING, Checkpoint
+from sglang_dflash import flags
+from sglang_dflash.engine import config
+from sglang_dflash.engine.config import check_arguments, combine
+from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.draft.record import FULL, SLIDING, Checkpoint
+from sglang_dflash.engine.host.arguments import UNSUPPORTED, Arguments, TargetFacts, is_given
+from sglang_dflash.engine.host.names import SECTIONS
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import Copy, GdnState
-from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, is_given
-from sglang_dflash.host.names import SECTIONS
 
 TARGET = TargetFacts(
     "target", "Qwen3ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16", recurrent=False

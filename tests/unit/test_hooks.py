@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash import flags, hooks, plugin, worker
+from sglang_dflash import flags, plugin
+from sglang_dflash.engine import hooks, worker
+from sglang_dflash.engine.host import contract
+from sglang_dflash.engine.host.admission import hook_tokenizer
+from sglang_dflash.engine.host.draft_input import after_transfer
+from sglang_dflash.engine.host.names import HOOKS, Name
+from sglang_dflash.engine.memory.draft_kv import draft_kv
 from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Copy, GdnState
-from sglang_dflash.host import contract
-from sglang_dflash.host.admission import hook_tokenizer
-from sglang_dflash.host.draft_input import after_transfer
-from sglang_dflash.host.names import HOOKS, Name
-from sglang_dflash.memory.draft_kv import draft_kv
 
 
 def config_of(**more: Any) -> Any:
@@ -42,7 +43,8 @@ def test_every_listed_hook_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = flags.read({"SGLANG_SIMULATE_ACC_LEN": "4"})
     monkeypatch.setattr(flags, "current", lambda: simulated)  # a further hook marks the answers
     hook_tokenizer()
-    monkeypatch.setattr("sglang_dflash.metrics.meter.Meter.of", lambda reporter: SimpleNamespace(add=None, idle=None))
+    meter = SimpleNamespace(add=None, idle=None)
+    monkeypatch.setattr("sglang_dflash.engine.metrics.meter.Meter.of", lambda reporter: meter)
     hooks.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
     at_registration = set(contract.AT_REGISTRATION)
     assert {name for name, place in HOOKS.items() if place not in hooked} == at_registration
@@ -59,7 +61,7 @@ def test_the_reservation_is_as_wide_as_the_verify(monkeypatch: pytest.MonkeyPatc
     """`speculative_num_draft_tokens` sets how many KV slots SGLang reserves, and the row length of req_to_token."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    from sglang_dflash.config import DFlashConfig
+    from sglang_dflash.engine.config import DFlashConfig
 
     config = config_of(draft_quantization=None, draft_load_format="auto", dtype="float16")
     monkeypatch.setattr(DFlashConfig, "from_server_args", lambda server_args: config)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.bench import prompts as data
-from sglang_dflash.demo.pairs import SMOLLM2_DRAFT
 from sglang_dflash.errors import NoModelError
-from sglang_dflash.models import smollm2
+from sglang_dflash.pairs.smollm2 import smollm2
+from sglang_dflash.tools.bench import prompts as data
+from sglang_dflash.tools.demo.pairs import SMOLLM2_DRAFT
 from tests.engines.cases import CASES, IN_FP32, ORACLE, Case
 from tests.engines.write_oracle import reference
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from sglang_dflash import flags, plugin
+from sglang_dflash.engine.host import agreement
+from sglang_dflash.engine.host import contract as host
+from sglang_dflash.engine.host.names import Name
 from sglang_dflash.errors import HostMismatch, NotSupported
-from sglang_dflash.host import agreement
-from sglang_dflash.host import contract as host
-from sglang_dflash.host.names import Name
 
 
 class Bag:
@@ -60,7 +60,7 @@ def test_dflash_gets_sglangs_worker_if_the_environment_selects_it(monkeypatch):
 
 
 def test_ranks_are_compared_before_the_worker_is_built(monkeypatch):
-    from sglang_dflash.config import DFlashConfig
+    from sglang_dflash.engine.config import DFlashConfig
 
     def differ(server_args: Any, choices: Any) -> None:
         raise ValueError(f"{choices} is another")
@@ -162,7 +162,7 @@ def test_the_drafts_backend_is_kept_where_sglang_replaces_it(layer_types, stock,
 def test_the_backend_is_restored_after_sglangs_step(monkeypatch):
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    from sglang_dflash.config import DFlashConfig
+    from sglang_dflash.engine.config import DFlashConfig
 
     config = SimpleNamespace(
         block_size=8, widest=8, draft_attention_backend="trtllm_mha", draft_quantization=None,
@@ -186,7 +186,7 @@ def test_the_backend_is_restored_after_sglangs_step(monkeypatch):
 def test_several_tokenizer_processes_use_the_checking_app(monkeypatch):
     name = "SGLANG_HTTP_SERVER_APP_PATH"
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
-    ours = "sglang_dflash.host.http_app:app"
+    ours = "sglang_dflash.engine.host.http_app:app"
     for n_processes, asked, served in ((1, "", ""), (2, "", ours), (2, "mine:app", "mine:app")):
         monkeypatch.setenv(name, asked)
         if not asked:
@@ -200,7 +200,7 @@ def test_plugins_are_loaded_before_the_first_step_of_resolution(monkeypatch):
     from sglang.srt import plugins
     from sglang.srt.arg_groups import resolution_hooks
 
-    from sglang_dflash.host import loading
+    from sglang_dflash.engine.host import loading
 
     done = list[str]()
     monkeypatch.setattr(plugins, "load_plugins", lambda: done.append("plugins"))

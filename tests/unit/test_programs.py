@@ -12,7 +12,7 @@ import pytest
 
 from sglang_dflash.__main__ import PROGRAMS, main
 from sglang_dflash.cli import Parser, nearest
-from sglang_dflash.pages import DOCS
+from sglang_dflash.tools.pages import DOCS
 from sglang_dflash.train.options import make_parser
 
 TEXTS = "torch, transformers, rich, numpy"  # slow to import, and not needed to print help or pages

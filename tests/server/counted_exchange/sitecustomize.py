@@ -4,9 +4,9 @@ from after_loading import edit_after_loading
 
 
 def report_steps(worker) -> None:
-    from sglang_dflash.rehearsal import exchange
+    from sglang_dflash.platforms.rehearsal import exchange
 
     worker.DFlashWorker.decode = exchange.report_steps(worker.DFlashWorker.decode)
 
 
-edit_after_loading({"sglang_dflash.worker": report_steps})
+edit_after_loading({"sglang_dflash.engine.worker": report_steps})

@@ -8,8 +8,8 @@ import os
 
 from after_loading import edit_after_loading
 
-DRAFTER, VERIFIER = "sglang_dflash.stages.drafter", "sglang_dflash.stages.verifier"
-DRAFT_MODEL = "sglang_dflash.draft.sglang_model"
+DRAFTER, VERIFIER = "sglang_dflash.engine.stages.drafter", "sglang_dflash.engine.stages.verifier"
+DRAFT_MODEL = "sglang_dflash.engine.draft.sglang_model"
 SCHEDULER = "sglang.srt.managers.scheduler"
 QWEN = "sglang.srt.models.qwen3_5"
 FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"

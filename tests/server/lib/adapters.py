@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.tiny.pairs import Pair
 
 MODULES = {
     "dense": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

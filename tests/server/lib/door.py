@@ -63,7 +63,7 @@ def resolved(**fields: Any) -> None:
     from sglang.srt.arg_groups import resolution_hooks
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_dflash.cpu.platform import CpuPlatform
+    from sglang_dflash.platforms.cpu.platform import CpuPlatform
 
     server_args = ServerArgs(**fields)
     early, require = dict(resolution_hooks._HOOKS), CpuPlatform.supports_speculative_algorithm

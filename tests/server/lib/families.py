@@ -13,8 +13,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from sglang_dflash.draft.record import FULL, Checkpoint
-from sglang_dflash.tiny.pairs import HYBRID, HYBRID_FLAGS, Pair
+from sglang_dflash.engine.draft.record import FULL, Checkpoint
+from sglang_dflash.pairs.tiny.pairs import HYBRID, HYBRID_FLAGS, Pair
 from sglang_dflash.train.draft import Data, Settings, train_draft
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.loop import TrainRecipe

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from sglang_dflash.servers.arms import SERVE
-from sglang_dflash.servers.server import Process, Server
+from sglang_dflash.pairs.servers.arms import SERVE
+from sglang_dflash.pairs.servers.server import Process, Server
 from tests.fixtures.forking import ForkedProcess
 from tests.tools.parameters import REFERENCE_ENV
 

@@ -20,8 +20,8 @@ from smg_grpc_proto import sglang_scheduler_pb2 as messages
 from smg_grpc_proto import sglang_scheduler_pb2_grpc
 from smg_grpc_proto.generated.common_pb2 import FlushCacheRequest
 
-from sglang_dflash.servers.server import Generation, Server
-from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.pairs.tiny import pairs as tiny
 from tests.server.lib.bad_requests import KINDS, TOO_MANY, Bad
 from tests.server.lib.fuzz import (
     GRAMMARS,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 from hypothesis import strategies as st
 
-from sglang_dflash.servers.server import Server
+from sglang_dflash.pairs.servers.server import Server
 
 MAX_NEW_TOKENS = 24
 TIMEOUT_S = 120.0

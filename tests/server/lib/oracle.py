@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import Options, accepted_at, spec_steps
-from sglang_dflash.model.target import stop_token_ids
-from sglang_dflash.servers.server import Generation
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.servers.server import Generation
+from sglang_dflash.pairs.tiny.pairs import Pair
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.generate import Options, accepted_at, spec_steps
+from sglang_dflash.reference.torch.target import stop_token_ids
 from tests.server.lib.talk import steps, tokens_of
 
 

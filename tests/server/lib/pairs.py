@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.tiny.pairs import Pair
 from tests.server.conftest import PAIRS, SECOND
 from tests.server.lib.rehearsals import Rehearsal
 from tests.server.lib.variants import WINDOW, Variant

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.tiny.pairs import Pair
+from sglang_dflash.pairs.tiny.pairs import Pair
 
 PLAIN = ("in_proj_a", "in_proj_b", "lm_head")  # not quantized in fp8 and AWQ: the first two are narrower than a block
 FP8_MAX, INT8_MAX, BLOCK = 448.0, 127.0, 128

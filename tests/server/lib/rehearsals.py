@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sglang_dflash.draft.record import FULL, SLIDING
-from sglang_dflash.tiny.pairs import Arm
+from sglang_dflash.engine.draft.record import FULL, SLIDING
+from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.lib.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, TWO_NODES, window
 from tests.tools.parameters import REQUEST_FLAGS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sglang_dflash.servers.server import Generation
+from sglang_dflash.pairs.servers.server import Generation
 from tests.tools.parameters import chosen_from
 
 GAP = 1e-4  # largest allowed difference of values near 1; fp32 sums are taken in another order

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import HYBRID
+from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import HYBRID
 from tests.server.lib.bad_requests import SAMPLING
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
-from sglang_dflash.servers.ports import HOST
-from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Generation, Server
-from sglang_dflash.tiny.corpus import draw
-from sglang_dflash.tiny.pairs import DENSE, HYBRID
+from sglang_dflash.pairs.servers.ports import HOST
+from sglang_dflash.pairs.servers.server import REQUEST_TIMEOUT_S, Generation, Server
+from sglang_dflash.pairs.tiny.corpus import draw
+from sglang_dflash.pairs.tiny.pairs import DENSE, HYBRID
 
 Message = dict[str, str]
 

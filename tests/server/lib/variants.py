@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from sglang_dflash.draft.record import FULL, SLIDING
+from sglang_dflash.engine.draft.record import FULL, SLIDING
 from tests.tools.parameters import REQUEST_FLAGS
 
 

@@ -6,7 +6,7 @@ only if they exchange the drawn tokens.
 
 from after_loading import edit_after_loading
 
-MODULE = "sglang_dflash.stages.choice"
+MODULE = "sglang_dflash.engine.stages.choice"
 LINE = "random numbers of its own: rank "
 
 

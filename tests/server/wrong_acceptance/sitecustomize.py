@@ -8,7 +8,7 @@ import os
 
 from after_loading import edit_after_loading
 
-MODULE = "sglang_dflash.stages.build"
+MODULE = "sglang_dflash.engine.stages.build"
 LINE = "acceptance spoilt: "
 
 

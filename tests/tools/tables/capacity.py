@@ -6,12 +6,12 @@ Every launch has SGLang's default flags and a draft. The number of GPUs is the s
 plugin serves at least one request.
 """
 
-from sglang_dflash.capacity import geometry
-from sglang_dflash.capacity import known_models as models
-from sglang_dflash.capacity.division import Serving, capacity
-from sglang_dflash.capacity.fraction import default_mem_fraction
-from sglang_dflash.capacity.options import CONTEXT
 from sglang_dflash.flags import Worker
+from sglang_dflash.tools.capacity import geometry
+from sglang_dflash.tools.capacity import known_models as models
+from sglang_dflash.tools.capacity.division import Serving, capacity
+from sglang_dflash.tools.capacity.fraction import default_mem_fraction
+from sglang_dflash.tools.capacity.options import CONTEXT
 
 # Memory in GiB, as the drivers report it.
 CARDS = {"H100 80 GB": 79.6, "H200 141 GB": 140.4, "B200 192 GB": 179.0}

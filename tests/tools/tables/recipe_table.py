@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from sglang_dflash.capacity import geometry
-from sglang_dflash.capacity import known_models as models
-from sglang_dflash.capacity.division import Capacity, RadixStates, Serving, capacity
-from sglang_dflash.capacity.fraction import default_mem_fraction
-from sglang_dflash.capacity.options import CONTEXT
 from sglang_dflash.flags import Worker
-from sglang_dflash.recipe import GPUS, RECIPES, Recipe
+from sglang_dflash.tools.capacity import geometry
+from sglang_dflash.tools.capacity import known_models as models
+from sglang_dflash.tools.capacity.division import Capacity, RadixStates, Serving, capacity
+from sglang_dflash.tools.capacity.fraction import default_mem_fraction
+from sglang_dflash.tools.capacity.options import CONTEXT
+from sglang_dflash.tools.recipe import GPUS, RECIPES, Recipe
 from tests.tools.tables.capacity import CARDS
 
 CARD_GIB = {"h200": CARDS["H200 141 GB"], "b200": CARDS["B200 192 GB"]}

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
-from sglang_dflash.tiny.pairs import DENSE
+from sglang_dflash.pairs.tiny.pairs import DENSE
 from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.from_server import ServerSource
 

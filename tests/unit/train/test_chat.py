@@ -7,7 +7,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sglang_dflash.tiny.pairs import DENSE
+from sglang_dflash.pairs.tiny.pairs import DENSE
 from sglang_dflash.train import chat
 
 # This template writes everything it receives.

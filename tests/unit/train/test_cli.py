@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from sglang_dflash.model import DraftModel
+from sglang_dflash.reference.torch import DraftModel
 from sglang_dflash.train.__main__ import main
 from sglang_dflash.train.draft import draft_config_for
 from sglang_dflash.train.loop import LOG
@@ -113,7 +113,7 @@ def test_reported_numbers(target, data, tmp_path, capsys):
 
 def test_acceptance_needs_no_undoing_of_tokens(target, data, tmp_path, monkeypatch):
     """A target that cannot take back rejected drafts can have a draft too."""
-    monkeypatch.setattr("sglang_dflash.model.target.DynamicLayer", type("OtherLayer", (), {}))
+    monkeypatch.setattr("sglang_dflash.reference.torch.target.DynamicLayer", type("OtherLayer", (), {}))
     assert main(command(target, data, tmp_path / "draft")) == 0
     assert "tokens_per_step" in (tmp_path / "draft" / LOG).read_text()
 

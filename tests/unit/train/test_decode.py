@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sglang_dflash.rehearsal import graph
-from sglang_dflash.rehearsal.tape import CaptureError
-from sglang_dflash.tiny.pairs import DENSE
+from sglang_dflash.pairs.tiny.pairs import DENSE
+from sglang_dflash.platforms.rehearsal import graph
+from sglang_dflash.platforms.rehearsal.tape import CaptureError
 from sglang_dflash.train import writer
 from sglang_dflash.train.decode import LOOK_EVERY, Decoder, grouped
 from sglang_dflash.train.writer import Asked, GenerateWriter, StaticWriter, Writer, obstacle, writer_for
-from tests.unit.model.test_generate import VOCAB, hybrid, llama, qwen3, qwen3_sliding
+from tests.unit.reference.torch.test_generate import VOCAB, hybrid, llama, qwen3, qwen3_sliding
 
 END = 2
 

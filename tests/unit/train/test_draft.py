@@ -16,8 +16,8 @@ from transformers import (
 )
 
 import sglang_dflash
-from sglang_dflash.draft import checkpoint
-from sglang_dflash.model import DraftConfig, DraftModel
+from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.reference.torch import DraftConfig, DraftModel
 from sglang_dflash.train.draft import Data, DraftRun, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import read_rows, weights_digest
 from sglang_dflash.train.loop import CHECKPOINT, TrainRecipe

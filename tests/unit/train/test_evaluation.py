@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sglang_dflash
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import Options, spec_steps
-from sglang_dflash.model.target import stop_token_ids
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.generate import Options, spec_steps
+from sglang_dflash.reference.torch.target import stop_token_ids
 from sglang_dflash.train import evaluation
 from sglang_dflash.train.evaluation import Answers, acceptance, n_agreeing
 from sglang_dflash.train.features import read_rows

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.tiny.pairs import DENSE
+from sglang_dflash.pairs.tiny.pairs import DENSE
 from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.from_model import ModelSource
 

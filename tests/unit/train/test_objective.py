@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import draft_logits
-from sglang_dflash.model.target import TargetReader
+from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.generate import draft_logits
+from sglang_dflash.reference.torch.target import TargetReader
 from sglang_dflash.train import objective
 from sglang_dflash.train.draft import Second, draft_config_for
 from sglang_dflash.train.features import read_rows
@@ -26,7 +26,7 @@ from sglang_dflash.train.objective import (
 )
 from sglang_dflash.train.start import initialised
 from sglang_dflash.train.tokens import Rows
-from tests.unit.model.test_generate import VOCAB, hybrid, qwen3
+from tests.unit.reference.torch.test_generate import VOCAB, hybrid, qwen3
 
 MASK = VOCAB - 1
 SECOND = Second(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_dflash.model import DraftModel
+from sglang_dflash.reference.torch import DraftModel
 from sglang_dflash.train.__main__ import main
 from sglang_dflash.train.loop import LOG
 from sglang_dflash.train.ranks import ALONE, Ranks, joined

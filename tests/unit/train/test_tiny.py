@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 import sglang_dflash
-from sglang_dflash.tiny import corpus
+from sglang_dflash.pairs.tiny import corpus
 from sglang_dflash.train import tiny_pair
 from sglang_dflash.train.loop import TrainRecipe
 from sglang_dflash.train.tiny_pair import load_pair, make_draft, make_pair, make_tokenizer, measure

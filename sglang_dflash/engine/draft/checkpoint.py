@@ -1,0 +1,298 @@
+"""Reader of a draft checkpoint without its weights: `config.json` and the headers of its safetensors files.
+
+The server, the plain torch model, the trainer and the MLX model read drafts with this module. It checks that fields are
+present and agree with each other, and that the config is not another drafter's. The files must contain exactly the
+tensors that the fields imply, apart from unused ones (`files.BORROWED`). `read` accepts configs that
+`Checkpoint.to_json` writes. No code of a checkpoint is executed. This module uses neither flags nor SGLang.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sglang_dflash.engine.draft import files as draft_files
+from sglang_dflash.engine.draft.dialects import LAYERS, in_our_words
+from sglang_dflash.engine.draft.fields import Fields
+from sglang_dflash.engine.draft.record import FULL, SECOND, SLIDING, Checkpoint
+from sglang_dflash.engine.draft.variants import ARCHITECTURES, DFLASH_2, GIVE, refuse_variants
+from sglang_dflash.errors import STOCK, NotSupported
+
+CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+# For each rope type, the numbers that it requires.
+ROPE_TYPES = {
+    "default": (),
+    "linear": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+# Rope fields that a draft's config may copy from its target, if the target rotates only a part of each head or uses
+# multi-modal positions. The draft does not use these fields: it rotates whole heads by one position. A `rope_dim` equal
+# to the head width confirms this.
+COPIED_FROM_TARGET = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+def read(path: str, revision: str | None = None) -> Checkpoint:
+    """Read and check the draft at `path`: a directory, or a Hugging Face repository id.
+
+    Args:
+        revision: branch, tag or commit of a repository.
+    Raises:
+        ValueError: the checkpoint cannot be read, is incomplete, or contradicts itself.
+        NotSupported: the checkpoint is a valid draft, but not a DFlash draft, or has an unsupported field.
+    """
+    checkpoint = parse(draft_files.read_config(path, revision), path)
+    found = draft_files.tensor_shapes(path, revision)
+    borrowed = {name: found.pop(name) for name in draft_files.BORROWED if name in found}
+    check_tensors(checkpoint, found)
+    return replace(checkpoint, borrowed=borrowed)
+
+
+# -- config.json ---------------------------------------------------------------------------------------------------
+
+
+def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
+    """Return the fields of `config`, typed and checked against each other.
+
+    Args:
+        path: the draft's name in messages.
+    Raises:
+        ValueError: a field is missing or wrong, or fields contradict each other.
+        NotSupported: the config is not a DFlash draft's, or has an unsupported field.
+    """
+    home = LAYERS if LAYERS in config else ""
+    config = in_our_words(config, path)
+    refuse_variants(config, path)
+    fields, of_layers = (Fields(config, path, "dflash_config", home=where) for where in ("", home))
+    n_layers, head_dim = of_layers.count("num_hidden_layers"), of_layers.count("head_dim")
+    layer_types, causal = _layer_types(config, n_layers, path)
+    return Checkpoint(
+        path=path,
+        hidden_size=of_layers.count("hidden_size"),
+        num_hidden_layers=n_layers,
+        num_attention_heads=of_layers.count("num_attention_heads"),
+        num_key_value_heads=of_layers.count("num_key_value_heads"),
+        head_dim=head_dim,
+        intermediate_size=of_layers.count("intermediate_size"),
+        vocab_size=fields.optional_count("vocab_size"),
+        rms_norm_eps=float(fields.number("rms_norm_eps", Checkpoint.rms_norm_eps)),
+        attention_bias=bool(fields.get("attention_bias", False)),
+        max_position_embeddings=fields.count("max_position_embeddings", Checkpoint.max_position_embeddings),
+        rope_parameters=_rope_parameters(config, head_dim, path),
+        layer_types=layer_types,
+        sliding_window=of_layers.count("sliding_window") if SLIDING in layer_types else None,
+        sliding_is_causal=causal,
+        num_target_layers=fields.optional_count("num_target_layers"),
+        block_size=fields.count("block_size", least=2),  # the anchor and at least one draft
+        mask_token_id=fields.count("mask_token_id", least=0),
+        target_layer_ids=_target_layer_ids(config, path),
+        dtype=_dtype(config, path),
+        **_second(config, path),
+    )
+
+
+def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the fields that DFlash 2 added. A selector and DFlash 2's architecture must occur together."""
+    given = Fields(config["dflash_config"], path, "")
+    sizes = {name: given.count(name, 0, least=0) for name in SECOND if name.startswith(("conv_", "selector_"))}
+    architecture, rank = config["architectures"][0], sizes["selector_rank"]
+    is_second = ARCHITECTURES[architecture] == DFLASH_2
+    if is_second and not rank:
+        raise ValueError(
+            f"{path}: {architecture} is DFlash 2, but selector_rank is 0 or missing; write the trained selector_rank "
+            "into dflash_config"
+        )
+    if rank and not is_second:
+        raise ValueError(
+            f"{path}: selector_rank is {rank}, but {architecture} has no candidate selector; correct architectures or "
+            "selector_rank in config.json"
+        )
+    return sizes | {
+        "output_multiplier": given.number("output_multiplier", 1.0),
+        "final_logit_softcapping": given.get("final_logit_softcapping") or None,
+    }
+
+
+def _dtype(config: Mapping[str, Any], path: str) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or Checkpoint.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"{path}: dtype is {name!r}, not one of {', '.join(DTYPES)}; fix config.json")
+    return name
+
+
+def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
+    ids = config["dflash_config"].get("target_layer_ids")
+    if ids is None:
+        raise ValueError(
+            f"{path}: config.json has no dflash_config.target_layer_ids; add the list that the draft was trained "
+            "with (in DeepSpec's layout, to target_layer_ids at the top level)"
+        )
+    if not isinstance(ids, list) or not ids or not all(type(id_) is int and id_ >= 0 for id_ in ids):
+        raise ValueError(f"{path}: target_layer_ids is {ids!r}, not a list of layer numbers from 0 on; fix config.json")
+    return tuple(ids)
+
+
+def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[tuple[str, ...], bool]:
+    """Return the kind of each layer, and whether sliding layers are causal. Full layers are never causal."""
+    if config.get("layer_types") is None and config.get("use_sliding_window"):
+        raise ValueError(f"{path}: use_sliding_window is set without layer_types; add layer_types")
+    given_kinds = config.get("layer_types")
+    kinds = (FULL,) * n_layers if given_kinds is None else tuple(given_kinds)
+    is_causal, inner = config.get("is_causal"), config["dflash_config"].get("causal")
+    sliding_is_causal = is_causal is not False or SLIDING not in kinds
+    causal = {FULL: False, SLIDING: sliding_is_causal}
+    for name, given in {"is_causal": is_causal, "dflash_config.causal": inner}.items():
+        other = [kind for kind in kinds if kind in causal and given not in (None, causal[kind])]
+        if other:
+            raise NotSupported(
+                f"{path}: {name}={given} does not fit {other[0]} layers (in DFlash full layers see the whole block; "
+                f"sliding layers look back, or with is_causal=false both ways); {_causal_cure(name, given)}"
+            )
+    return kinds, sliding_is_causal
+
+
+def _causal_cure(name: str, given: bool) -> str:
+    """Return the cure for a field that describes another mask than DFlash's.
+
+    SGLang's own worker reads only `is_causal`, so it is a cure only for this field.
+    """
+    if name == "is_causal":
+        return f"{GIVE}, or {STOCK}"
+    if given:
+        return f"correct this field, or {GIVE}"
+    return "set is_causal=false if its sliding layers look both ways, or remove this field if they look back"
+
+
+def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dict[str, Any]:
+    """Return the rope fields as one mapping, without those in `COPIED_FROM_TARGET`.
+
+    Transformers 5 writes `rope_parameters`, earlier versions write `rope_theta` and `rope_scaling`.
+    """
+    rope = _given_rope(config, path)
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise NotSupported(f"{path}: rope_type={rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}; {STOCK}")
+    fields = Fields(rope, f"{path}: rope_parameters", "")
+    for name in ("rope_theta", *ROPE_TYPES[rope["rope_type"]]):
+        fields.number(name)
+    if rope.get("rope_dim") not in (None, head_dim):
+        raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} is not the head width {head_dim}; {STOCK}")
+    # If rope_dim is missing, some libraries apply the target's partial_rotary_factor and mrope_section to the draft.
+    # Others do not. So the draft's own rotation is unknown.
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0
+    if (partial or "mrope_section" in rope) and rope.get("rope_dim") is None:
+        field = "rope_parameters" if config.get("rope_parameters") or not config.get("rope_scaling") else "rope_scaling"
+        raise NotSupported(
+            f"{path}: config.json has partial_rotary_factor or mrope_section, but no rope_dim. So it is unclear how "
+            f"the draft rotates its heads; add rope_dim={head_dim} to {field} if it rotates whole heads, or {STOCK}"
+        )
+    if rope["rope_type"] == "linear":
+        rope["factor"] = float(fields.number("factor", 1.0))  # SGLang accepts a float or a list, but no int
+    return {name: value for name, value in rope.items() if name not in COPIED_FROM_TARGET}
+
+
+def _given_rope(config: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return `rope_parameters` or `rope_scaling`, with `rope_type`. Both may be given if they agree."""
+    ropes = []
+    for field in ("rope_parameters", "rope_scaling"):
+        rope = config.get(field) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"{path}: {field} is {rope!r}, not an object; fix config.json")
+        if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+            raise NotSupported(
+                f"{path}: {field} has a rope for each kind of layer ({', '.join(nested)}), and the layers of a DFlash "
+                f"draft share one; if they are equal, write the fields directly into {field}, else {GIVE}"
+            )
+        if rope:
+            ropes.append({"rope_type": rope.get("type", "default"), **rope})
+            ropes[-1].pop("type", None)
+    used = ropes[-1].keys() - COPIED_FROM_TARGET if ropes else ()
+    if any(ropes[0].get(name) != ropes[-1][name] for name in used):
+        raise ValueError(
+            f"{path}: rope_scaling {ropes[-1]} contradicts rope_parameters {ropes[0]}; remove the one with which the "
+            "draft was not trained"
+        )
+    return dict(ropes[0]) if ropes else {"rope_type": "default"}
+
+
+# -- tensors -------------------------------------------------------------------------------------------------------
+
+
+def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors that a draft with these fields has, by name."""
+    hidden, inner, head_dim = checkpoint.hidden_size, checkpoint.intermediate_size, checkpoint.head_dim
+    q, kv = checkpoint.num_attention_heads * head_dim, checkpoint.num_key_value_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, checkpoint.feature_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    layer = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, q),
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.k_norm.weight": (head_dim,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if checkpoint.attention_bias:
+        sizes = {"q": q, "k": kv, "v": kv, "o": hidden}
+        layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+    if taps := checkpoint.conv_kernel_size:
+        n_groups = hidden // checkpoint.conv_group_size
+        for conv in ("attention_conv", "mlp_conv"):
+            layer[f"{conv}.base_kernel"] = (2, taps, hidden)  # before and after the sublayer
+            layer[f"{conv}.kernel_projection.weight"] = (2 * taps * n_groups, hidden)
+    if rank := checkpoint.selector_rank:
+        n_vocab = checkpoint.vocab_size or 0
+        shapes |= {f"candidate_selector.{side}{CODEBOOK}": (n_vocab, rank) for side in ("predecessor", "successor")}
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+    for i in range(checkpoint.num_hidden_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that the draft's files contain exactly the tensors that its config implies.
+
+    Args:
+        checkpoint: fields of the config.
+        found: shape of each tensor in the files by name, see `files.tensor_shapes`, without those in `files.BORROWED`.
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+        NotSupported: there is a tensor that DFlash does not have.
+    """
+    path, expected = checkpoint.path, expected_shapes(checkpoint)
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if prefixed := [name for name in extra if missing and name.endswith(f".{missing[0]}")]:
+        raise ValueError(
+            f"{path}: {missing[0]} is stored as {prefixed[0]}; save the draft without the prefix "
+            f"{prefixed[0].removesuffix(missing[0])!r} of its tensors' names"
+        )
+    if missing:
+        raise ValueError(
+            f"{path}: {len(missing)} of {len(expected)} tensors are missing, the first is {missing[0]}; "
+            "correct config.json if it does not describe these files, else fetch the draft again"
+        )
+    if extra:
+        raise NotSupported(
+            f"{path}: {len(extra)} tensors are not part of a DFlash draft, the first is {extra[0]}; "
+            f"correct config.json if it does not describe these files, else {GIVE}"
+        )
+    for name, shape in expected.items():
+        if found[name] != shape and name.endswith(CODEBOOK):
+            raise ValueError(
+                f"{path}: {name} has shape {list(found[name])}, and config.json has vocab_size "
+                f"{checkpoint.vocab_size} and selector_rank {checkpoint.selector_rank}: a codebook has a row for every "
+                "token of the vocabulary; fix config.json or fetch the draft again"
+            )
+        if found[name] != shape:
+            raise ValueError(
+                f"{path}: {name} has shape {list(found[name])}, config.json implies {list(shape)}; "
+                "correct config.json if it does not describe these files, else fetch the draft again"
+            )

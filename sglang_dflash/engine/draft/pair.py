@@ -1,0 +1,86 @@
+"""Check that the sizes of a draft fit its target."""
+
+from collections.abc import Iterable
+
+from sglang_dflash.engine.draft.dialects import WHOLE
+from sglang_dflash.engine.draft.record import Checkpoint
+from sglang_dflash.errors import NotSupported
+
+ROWS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # tensors with one row per token id
+
+
+def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int) -> None:
+    """Check that hidden size, vocabulary and layers of the draft's config fit the target.
+
+    Without a selector the draft has no row per token id, so its `vocab_size` may differ from the target's.
+
+    Args:
+        draft: fields of the draft.
+        target: the target's name in messages.
+        hidden_size, vocab_size, n_layers: sizes of the target.
+    Raises:
+        ValueError: the draft was trained for another target.
+        NotSupported: the draft's vocabulary is reduced.
+    """
+    path, n_target_layers, last = draft.path, draft.num_target_layers, draft.target_layer_ids[-1]
+    other = "give the draft that was trained for this target"
+    if draft.hidden_size != hidden_size:
+        raise ValueError(
+            f"{path}: hidden_size {draft.hidden_size} is not the target's {hidden_size} ({target}); {other}"
+        )
+    if draft.selector_rank and draft.vocab_size != vocab_size:
+        raise ValueError(
+            f"{path}: the codebooks of its selector have {draft.vocab_size} rows (config.json: vocab_size), one for "
+            f"every token, and the target's vocabulary has {vocab_size} ({target}); {other}"
+        )
+    check_borrowed(draft, target, hidden_size=hidden_size, vocab_size=vocab_size)
+    if draft.mask_token_id >= vocab_size:
+        raise ValueError(
+            f"{path}: mask_token_id {draft.mask_token_id} is outside the target's vocabulary of {vocab_size}; "
+            f"fix config.json or {other}"
+        )
+    # Layer i's output is captured at the entry of layer i + 1, so the last layer's output is not available.
+    if last >= n_layers - 1:
+        raise ValueError(
+            f"{path}: target_layer_ids end at {last}, and a target of {n_layers} layers ({target}) gives features of "
+            f"layers 0..{n_layers - 2}; {other}"
+        )
+    if n_target_layers not in (None, n_layers):
+        raise ValueError(
+            f"{path}: num_target_layers {n_target_layers} is not the target's {n_layers} ({target}); {other}"
+        )
+
+
+def unused(names: Iterable[str]) -> str:
+    """Return a sentence for the log about unused tensors in a draft's files."""
+    return f"unused tensors: {', '.join(sorted(names))} (DFlash lacks them, or uses the target's)"
+
+
+def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int) -> None:
+    """Check the shapes of target tensors (embedding, heads, norm) that are stored in the draft's files.
+
+    These tensors are not used, but if their shapes differ from the target's, the draft belongs to another target.
+
+    Args:
+        draft: fields of the draft.
+        target: the target's name in messages.
+        hidden_size, vocab_size: sizes of the target.
+    Raises:
+        ValueError: a shape differs.
+        NotSupported: the vocabulary is reduced.
+    """
+    whole = draft.vocab_size or vocab_size
+    (n_tokens,) = draft.borrowed.get("d2t", (whole,))
+    if n_tokens != whole:
+        raise NotSupported(
+            f"{draft.path}: d2t has {n_tokens} entries for a vocabulary of {whole}: a reduced vocabulary is not "
+            f"supported; {WHOLE}"
+        )
+    rows = dict.fromkeys(ROWS, (vocab_size, hidden_size))
+    for name, shape in (rows | {"verifier_norm.weight": (hidden_size,)}).items():
+        found = draft.borrowed.get(name, shape)
+        if found != shape:
+            raise ValueError(
+                f"{draft.path}: {name} has shape {list(found)}, not the target's "
+                f"{list(shape)} ({target}); give the draft that was trained for this target"
+            )

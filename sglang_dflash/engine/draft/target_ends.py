@@ -1,0 +1,163 @@
+"""Embedding and head of the target ("ends"), which the draft uses.
+
+Dimensions: T rows (the drafted slots of all requests' blocks), H hidden, V vocabulary (this rank's shard of it), K
+candidates, R tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.runtime_context import get_parallel
+from torch import nn
+
+from sglang_dflash.engine.draft.fp8_head import Fp8Head
+from sglang_dflash.errors import STOCK, NotSupported
+
+# Method of a target that SGLang's own worker calls if the target has it. No model in SGLang 0.5.23 has this method.
+SCALE = "get_dflash_noise_embedding_scale"
+
+# (values, k) -> the k largest values of the last dimension and their indices, largest first.
+TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+class TargetEnds(NamedTuple):
+    """Embedding and head of the target. They are modules, not weights, so weight updates also apply to the draft."""
+
+    embed: nn.Module  # token ids -> hidden
+    head: Any  # module with .weight [V, H]; a quantized head may lack the weight
+    n_vocab: int  # number of tokens in this rank's shard of the head; further rows are padding
+    first_token: int  # token id of the first row of this rank's shard
+    tp_group: GroupCoordinator | None  # ranks that split the head; None: each rank has the whole head
+    top_k: TopK = torch.topk
+    by_method: bool = False  # head.quant_method computes the logits: the weights are quantized, or packed for a CPU
+    fp8_head: Fp8Head | None = None  # used for the draft's blocks instead of `head`
+
+
+def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
+    """Return the embedding and head of `model` without LoRA adapters, which the draft never uses.
+
+    Raises:
+        NotSupported: the target scales draft embeddings, ranks split embedding and head differently, or `fp8_head` is
+            set and the head cannot be copied.
+    """
+    if SCALE in dir(model):
+        raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
+    head, embed = unwrap_lora_layer(model.lm_head), unwrap_lora_layer(model.get_input_embeddings())
+    top_k = top_k_on(next(embed.parameters()).device)
+    if fp8_head and (isinstance(head, nn.Embedding) or is_quantized(head)):
+        raise NotSupported(
+            f"SGLANG_DFLASH_DRAFT_HEAD=fp8 cannot copy the head of {type(model).__name__}, which is "
+            f"{'a plain torch embedding' if isinstance(head, nn.Embedding) else 'quantized'}; set "
+            "SGLANG_DFLASH_DRAFT_HEAD=full"
+        )
+    if isinstance(head, nn.Embedding):  # Gemma: the head is the embedding, and every rank has all rows
+        return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None, top_k=top_k)
+    if get_parallel().attn_dp_enabled and embed.tp_size > 1 and head.tp_group is not embed.tp_group:
+        raise NotSupported(
+            f"{type(model).__name__} splits its embedding over all ranks and its head over those that share requests, "
+            "and the draft reads both; drop --attn-dp-size, or --enable-dp-attention with its --dp-size"
+        )
+    tp_group = head.tp_group if head.tp_size > 1 else None
+    shard = head.shard_indices
+    return TargetEnds(
+        embed=embed,
+        head=head,
+        n_vocab=head.org_vocab_size if tp_group is None else shard.num_org_elements,
+        first_token=shard.org_vocab_start_index,
+        tp_group=tp_group,
+        top_k=top_k,
+        by_method=uses_method(head),
+        fp8_head=Fp8Head(head) if fp8_head else None,
+    )
+
+
+def is_quantized(head: nn.Module) -> bool:
+    """Return whether the weights of a head are quantized. Weights that are only packed for a CPU are not."""
+    unquantized = isinstance(head.quant_method, UnquantizedEmbeddingMethod)
+    return not has_weight(head) or (uses_method(head) and not unquantized)
+
+
+def uses_method(head: nn.Module) -> bool:
+    """Return whether the logits of a head are computed by its quant_method, by SGLang's own criterion."""
+    return not has_weight(head) or should_apply_lm_head_quant_method(head, head.quant_method)
+
+
+def has_weight(head: nn.Module) -> bool:
+    return "weight" in dict(head.named_parameters())
+
+
+def top_k_on(device: torch.device) -> TopK:
+    """Return the top-k function for a device.
+
+    On a GPU this is FlashInfer's radix selection, because `torch.topk` sorts the whole vocabulary there.
+    """
+    if device.type != "cuda":
+        return torch.topk
+    import flashinfer
+
+    return partial(flashinfer.top_k, sorted=True, deterministic=True)
+
+
+def likeliest(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
+    """Return the token with the largest logit of the target's head for every row, int64 [T].
+
+    With tensor parallelism every rank returns the same tokens. On ties the lowest token id is returned.
+    """
+    logits_TV = head_logits(hidden_TH, ends)
+    if ends.tp_group is None:
+        return logits_TV.argmax(dim=-1)
+    best_T, token_T = logits_TV.max(dim=-1)
+    return first_best(best_T, token_T + ends.first_token, ends.tp_group)
+
+
+def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
+    """Return, for every row, the token of the rank with the largest value, int64 [T].
+
+    On ties the lowest rank's token is returned. Each rank sends 2 T numbers instead of its shard of the logits.
+
+    Args:
+        best_T: largest value in this rank's shard of the vocabulary.
+        token_T: int64, token id of this value in the whole vocabulary.
+    """
+    best_RT = group.all_gather(best_T[None], dim=0)  # R ranks
+    token_RT = group.all_gather(token_T[None], dim=0)
+    return token_RT.gather(0, best_RT.argmax(dim=0, keepdim=True))[0]
+
+
+def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the K tokens with the largest logits of every row, int64 [T, K], and these logits, fp32 [T, K].
+
+    The largest logit comes first. All ranks return equal results. Each rank sends K logits and token ids per row
+    instead of its shard of the logits.
+    """
+    logits_TK, token_TK = ends.top_k(head_logits(hidden_TH, ends), k)
+    logits_TK, token_TK = logits_TK.float(), token_TK.long() + ends.first_token
+    if ends.tp_group is None:
+        return token_TK, logits_TK
+    all_logits = ends.tp_group.all_gather(logits_TK.contiguous(), dim=-1)  # [T, R K]
+    all_tokens = ends.tp_group.all_gather(token_TK.contiguous(), dim=-1)
+    logits_TK, place_TK = all_logits.topk(k, dim=-1)
+    return all_tokens.gather(-1, place_TK), logits_TK
+
+
+def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
+    """Return the logits of this rank's shard of the vocabulary, [T, V].
+
+    `hidden_TH` must be contiguous. For a strided [B, D, H], PyTorch would expand the head and read it once per request.
+    If the head is quantized or packed, its `quant_method` computes the logits, as for the target. With `fp8_head`,
+    weights and hidden states are rounded to fp8.
+    """
+    if ends.fp8_head is not None:
+        return ends.fp8_head.logits(hidden_TH)[:, : ends.n_vocab]
+    if ends.by_method:
+        return ends.head.quant_method.apply(ends.head, hidden_TH)[:, : ends.n_vocab]
+    weight_VH = ends.head.weight[: ends.n_vocab]
+    return hidden_TH.to(weight_VH.dtype) @ weight_VH.T

@@ -1,0 +1,206 @@
+"""Server arguments that concern the draft, and facts about the target, read from SGLang before a worker exists.
+
+`Arguments` and `TargetFacts` have no types of SGLang, so that `config.combine` and its tests run without SGLang.
+"""
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from sglang_dflash import flags
+from sglang_dflash.engine.host.target_models import why_no_features
+from sglang_dflash.errors import NotSupported
+
+# SGLang's arguments that are refused with DFLASH, with the reason.
+UNSUPPORTED = {
+    "speculative_draft_sink_size": "a DFlash draft has no attention sink",
+    "speculative_adaptive": "it affects EAGLE only",
+    "speculative_use_block_verification": "it changes nothing for argmax drafts",
+    "speculative_use_rejection_sampling": "acceptance is exact without it",
+    "enable_unified_memory": "it moves KV slots, but this plugin writes the draft's K/V to fixed slots",
+    "enable_unified_cache_external_linker": "it would store the draft's K/V before the draft has written them",
+    "enable_pd_role_switch": "a prefill server reserves no memory for verifying blocks",
+    "disaggregation_decode_enable_offload_kvcache": "the draft's K/V would not be offloaded",
+    "hicache_storage_backend": "a prefix from storage has no draft K/V",
+    "enable_two_batch_overlap": "verify cannot split a batch in two",
+    "enable_mixed_chunk": "a step reads prompts or verifies blocks, never both",
+    "enable_linear_replayssm": "a step of one token would put its state change where this plugin does not read",
+    "enable_linear_replayssm_spec": "this plugin records the state changes of a block itself",
+    "enable_return_indexer_topk": "the draft's forward would write into the returned values too",
+    "enable_memory_saver": "a draft's rotary table would not be restored with its weights",
+    "enable_symm_mem": "it was not tested with one CUDA graph per verify width",
+    "enable_torch_compile": "it was not tested, and may compile the target once per verify width",
+    "use_ray": "Ray's schedulers do not load plugins",
+    "forward_hooks": "CUDA graphs of other widths, captured later, would contain the hooks",
+}
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """Facts about the target, for checks of the draft and for the settings of the server."""
+
+    path: str
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    n_layers: int
+    dtype: str
+    recurrent: bool  # some layers keep a recurrent state instead of K and V
+    gated_delta_net: bool = False  # the recurrent layers are Gated DeltaNet's
+    context_length: int = 0  # largest number of tokens of a request
+    no_features: str = ""  # why SGLang's model of the target gives a draft no features; "" if it gives them
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Server arguments that concern the draft. None means "not given", or not resolved by SGLang yet."""
+
+    draft_path: str | None
+    draft_revision: str | None
+    block_size: int | None
+    draft_window: int | None
+    draft_backend: str | None
+    target_backend: str | None
+    draft_kv_dtype: str
+    draft_quantization: str | None  # also None if SGLang has filled in the target's value
+    device: str
+    tp_size: int
+    pp_size: int
+    attention_dp: bool
+    attention_dp_size: int  # number of groups of data-parallel attention
+    dp_lm_head: bool
+    disaggregation: str
+    num_steps: int | None
+    topk: int | None
+    accept_thresholds: tuple[float, float]
+    unsupported: tuple[str, ...]  # given arguments that are in `UNSUPPORTED`
+    sized_after_capture: bool  # SGLANG_ENABLE_POST_CAPTURE_KV_SIZING
+    streaming_session: bool
+    page_size: int | None
+    load_format: str = "auto"
+    draft_load_format: str | None = None
+    host_cache: bool = False  # `--enable-hierarchical-cache`
+    grammar_backend: str | None = None  # None: not resolved yet, which means xgrammar
+    model_impl: str = "auto"
+    heads_first: bool = False  # SGLANG_USE_HND_KVCACHE: a page of the KV cache holds the tokens of each head together
+
+    def require_draft_path(self) -> str:
+        """Return the draft's path.
+
+        Raises:
+            ValueError: there is no draft.
+        """
+        if self.draft_path is None:
+            raise ValueError("DFLASH needs a draft model; give --speculative-draft-model-path")
+        return self.draft_path
+
+    def require_rollback(self) -> None:
+        """Check that grammars can roll back rejected drafts, or raise NotSupported."""
+        if self.grammar_backend == "outlines":
+            raise NotSupported(
+                "--grammar-backend outlines is not supported with DFLASH (its grammars cannot take back a rejected "
+                "draft); give xgrammar or llguidance"
+            )
+
+
+def arguments_of(server_args: Any) -> Arguments:
+    """Read the arguments from SGLang's view, which includes resolved values."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import attn_dp_enabled_of
+
+    args = resolving_view(server_args)
+    target_backend, _ = attention_backends_of(args)
+    return Arguments(
+        draft_path=args.speculative_draft_model_path,
+        draft_revision=args.speculative_draft_model_revision,
+        # After resolution `speculative_num_draft_tokens` may be a verify width that exceeds the block size. Then
+        # `speculative_dflash_block_size` is the block size.
+        block_size=least_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
+        draft_window=args.speculative_draft_window_size,
+        draft_backend=args.speculative_draft_attention_backend,
+        target_backend=target_backend,
+        draft_kv_dtype=args.speculative_draft_kv_cache_dtype or args.kv_cache_dtype,
+        draft_quantization=(
+            args.speculative_draft_model_quantization if args._speculative_draft_quantization_explicitly_set else None
+        ),
+        device=device_of(args.device),
+        tp_size=args.tp_size,
+        pp_size=args.pp_size,
+        attention_dp=attn_dp_enabled_of(args),
+        attention_dp_size=args.attn_dp_size,
+        dp_lm_head=args.enable_dp_lm_head,
+        disaggregation=args.disaggregation_mode,
+        num_steps=args.speculative_num_steps,
+        topk=args.speculative_eagle_topk,
+        accept_thresholds=(args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc),
+        unsupported=tuple(name for name in UNSUPPORTED if is_given(attrgetter(name)(args))),
+        sized_after_capture=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+        streaming_session=args.enable_streaming_session,
+        page_size=args.page_size,
+        load_format=args.load_format,
+        draft_load_format=args.speculative_draft_load_format,
+        host_cache=args.enable_hierarchical_cache,
+        grammar_backend=args.grammar_backend,
+        model_impl=args.model_impl,
+        heads_first=envs.SGLANG_USE_HND_KVCACHE.get(),
+    )
+
+
+def flag(name: str) -> str:
+    """Return the flag of an argument: `--enable-lora` for `enable_lora`."""
+    return "--" + name.replace("_", "-")
+
+
+def is_given(value: object) -> bool:
+    """Return whether `value` is neither None, False nor an empty list; 0 counts as given."""
+    return not (value is None or value is False or value == [])
+
+
+def least_given(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def target_of(server_args: Any) -> TargetFacts:
+    """Return facts from SGLang's config of the target."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+
+    model_config = model_config_of(server_args)
+    text, architectures = model_config.hf_text_config, model_config.hf_config.architectures
+    return TargetFacts(
+        path=model_config.model_path,
+        architecture=architectures[0],
+        hidden_size=model_config.hidden_size,
+        vocab_size=model_config.vocab_size,
+        n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets: layers times passes
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        recurrent=mambaish_config(model_config) is not None,
+        gated_delta_net=hybrid_gdn_config(model_config) is not None,
+        context_length=model_config.context_len,
+        no_features=why_no_features(architectures),
+    )
+
+
+def device_of(device: str | None) -> str:
+    """Return "cpu", an NVIDIA GPU's generation such as "sm80", "sm89" or "sm120", or another device's name.
+
+    If a GPU is emulated, its generation is returned. Compute capability 8.9 is distinguished from other 8.x, because
+    only 8.9 has fp8. "undecided" means that SGLang has not resolved the device.
+    """
+    if device is None:
+        return "undecided"
+    if not device.startswith("cuda"):
+        return flags.current().rehearse.gpu or device
+    import torch
+
+    if not torch.version.cuda:
+        return "rocm"  # in torch, ROCm devices are named "cuda"
+    capability = torch.cuda.get_device_capability()
+    return "sm89" if capability == (8, 9) else f"sm{capability[0]}0"
+
+
+def asks_for_dflash(server_args: Any) -> bool:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"

@@ -1,0 +1,110 @@
+"""Choices and checks that depend on draft and launch: block size, window, heads, load format, notes for the log."""
+
+from sglang_dflash.engine.draft.pair import unused
+from sglang_dflash.engine.draft.record import Checkpoint
+from sglang_dflash.engine.host.arguments import Arguments, TargetFacts
+from sglang_dflash.engine.memory.sizes import kept_window
+from sglang_dflash.errors import NotSupported
+
+# Load formats that read a draft's files. With "auto" SGLang would refuse the options of the last two in
+# --model-loader-extra-config.
+PLAIN = ("safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "presharded")
+DUMMY = "dummy"  # SGLang's name for random weights
+
+
+def block_size(arguments: Arguments, draft: Checkpoint) -> int:
+    """Return the block size N: the launch's if it sets one, else the trained size.
+
+    Raises:
+        ValueError: the launch sets a block longer than the trained size, or shorter than 2 tokens.
+    """
+    asked = draft.block_size if arguments.block_size is None else arguments.block_size
+    if not 2 <= asked <= draft.block_size:
+        raise ValueError(
+            f"block size {asked} is not within 2..{draft.block_size}: {draft.path} was trained for blocks of "
+            f"{draft.block_size} tokens (config.json: block_size); set --speculative-num-draft-tokens or "
+            f"--speculative-dflash-block-size to 2..{draft.block_size}, or drop both"
+        )
+    return asked
+
+
+def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | None:
+    """Return the number of context tokens that the draft keeps of a request; None: all.
+
+    Raises:
+        ValueError: the launch sets a window shorter than a block.
+        NotSupported: the launch sets a window, and K/V are sent to another server (disaggregation).
+    """
+    if arguments.disaggregation != "null":
+        # SGLang sends the K/V in the target's KV slots, so the draft must use these slots and keep all context tokens.
+        # The draft's sliding layers still attend only to their window.
+        if arguments.draft_window is not None:
+            raise NotSupported(
+                "--speculative-draft-window-size is not supported with --disaggregation-mode "
+                f"{arguments.disaggregation} (K/V are sent in the target's KV slots, and a draft with a window has "
+                "ring buffers instead); drop --speculative-draft-window-size"
+            )
+        return None
+    if arguments.draft_window is not None and arguments.draft_window < block_size:
+        raise ValueError(
+            f"--speculative-draft-window-size {arguments.draft_window} is smaller than the block of {block_size}; "
+            f"give at least {block_size}"
+        )
+    return kept_window(arguments.draft_window, draft.window)
+
+
+def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
+    """Check that the draft's heads can be split over the ranks that run the same requests, or raise ValueError."""
+    n_ranks, flags, cure = arguments.tp_size, f"--tp-size {arguments.tp_size}", "set --tp-size to"
+    if arguments.attention_dp:
+        n_ranks //= arguments.attention_dp_size
+        flags += f", {arguments.attention_dp_size} groups of data-parallel attention"
+        cure = "set --tp-size or --attn-dp-size so that the ranks of a group are"
+    n_heads, kv = draft.num_attention_heads, draft.num_key_value_heads
+    fits = [n for n in range(1, n_heads + 1) if n_heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    if n_ranks not in fits:
+        raise ValueError(
+            f"{draft.path}: {n_heads} heads and {kv} KV heads cannot be split over {n_ranks} ranks ({flags}); "
+            f"{cure} {' or '.join(map(str, fits))}"
+        )
+
+
+def load_format(arguments: Arguments) -> str | None:
+    """Return the load format of the draft's weights; None: the target's, which can read a draft's files.
+
+    With formats such as `gguf` and `flash_rl`, which only the target has, the draft is loaded from its own files. So it
+    is with `dummy`: a trainer sends the target's weights later, but not the draft's.
+
+    Raises:
+        NotSupported: the launch sets dummy weights for the draft.
+    """
+    if arguments.draft_load_format == DUMMY:
+        raise NotSupported(
+            f"--speculative-draft-load-format {DUMMY} is not supported with DFLASH (with random weights hardly any "
+            "draft token would be accepted); drop the flag: the draft is loaded from its files even with "
+            "--load-format dummy"
+        )
+    by_default = None if arguments.load_format in PLAIN else "auto"
+    return arguments.draft_load_format or by_default
+
+
+def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:
+    """Return sentences for the log: differences between draft and target, and ignored tensors and flags."""
+    found = []
+    if draft.max_position_embeddings < target.context_length:
+        found.append(
+            f"{draft.path} was trained for {draft.max_position_embeddings} positions and serves "
+            f"{target.context_length} (beyond them answers stay exact, but fewer drafts may be accepted)"
+        )
+    if draft.dtype != target.dtype:
+        found.append(f"{draft.path} has dtype {draft.dtype} and is loaded in {target.dtype}, the target's dtype")
+    if draft.vocab_size not in (None, target.vocab_size):
+        found.append(
+            f"{draft.path} has vocab_size {draft.vocab_size} and uses the target's embedding and head of "
+            f"{target.vocab_size} rows"
+        )
+    if draft.borrowed:
+        found.append(f"{draft.path}: {unused(draft.borrowed)}")
+    if arguments.load_format == DUMMY:
+        found.append(f"--load-format {DUMMY} applies only to the target: the draft is loaded from {draft.path}")
+    return tuple(found)

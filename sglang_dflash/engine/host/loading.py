@@ -1,0 +1,81 @@
+"""Loading of SGLang's plugins at the first step of argument resolution, and checks of what a process has loaded.
+
+A program that embeds SGLang, such as a trainer, builds `ServerArgs` itself. SGLang's `launch_server` then resolves the
+arguments before it loads plugins, so hooks on the resolution would not run. But SGLang resolves its platform earlier,
+when its utilities are imported. For that it calls this package's `cpu.activate`, also on a GPU.
+
+A process may launch several engines, with changed variables. Each resolution reads the variables again. Schedulers are
+new processes that read them too, so a launch is refused if they would read other values.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dflash import flags
+from sglang_dflash.engine.host.arguments import UNSUPPORTED
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.flags import Worker
+
+REHEARSE = "SGLANG_DFLASH_REHEARSE"
+AT_IMPORT = os.environ.get(REHEARSE, "off")  # SGLang imports this module when it chooses the platform of the process
+FIRST = "handle_deprecated_dp_attention"  # the first step of SGLang's resolution
+
+
+def load_before_resolution() -> None:
+    """Wrap the first step of every resolution in this process, so that plugins are loaded by then."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    register_resolution_hook(FIRST)(load_plugins_first)
+
+
+def load_plugins_first(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Load plugins, unless they are loaded. SGLang looks up the hooks of each later step when the step runs."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    previous(server_args)
+
+
+def read_flags_again() -> None:
+    """Let `flags.current` read the environment anew, because another engine may have been launched before.
+
+    Raises:
+        NotSupported: SGLANG_DFLASH_REHEARSE has changed, but SGLang has already chosen the platform of this process.
+    """
+    flags.current.cache_clear()
+    now = os.environ.get(REHEARSE, "off")
+    if now != AT_IMPORT:
+        raise NotSupported(
+            f"{REHEARSE} was {AT_IMPORT} when SGLang was imported, and is {now} now; set it in a new process, before "
+            "the import"
+        )
+
+
+def require_same_flags() -> None:
+    """Check that variables are those of the resolution. Processes that are spawned next get the present ones.
+
+    Raises:
+        NotSupported: a variable has changed.
+    """
+    if flags.read(os.environ) != flags.current():
+        raise NotSupported(
+            "variables of sglang-dflash have changed since the arguments were resolved; set them before you build "
+            "ServerArgs, or restore them"
+        )
+
+
+def refuse_ray() -> None:
+    """Check that SGLang's Ray engine is not imported, or that SGLang's own worker is selected.
+
+    Raises:
+        NotSupported: Ray would run the schedulers.
+    """
+    if flags.current().worker is Worker.PLUGIN and "sglang.srt.ray.engine" in sys.modules:
+        raise NotSupported(
+            f"SGLang's Ray engine is not supported with DFLASH ({UNSUPPORTED['use_ray']}); launch without Ray, or set "
+            "SGLANG_DFLASH_WORKER=stock"
+        )

@@ -1,0 +1,145 @@
+"""Engines: parts of the target that exist once per width: attention backend, `State`, graphs and LoRA routing.
+
+SGLang's backends and graph runners read the number of tokens per request from SGLang's configuration when they are
+created. So they are created for each width, with this width in the configuration. All widths share weights and memory
+pools. They also share the scratch memory of attention kernels, because forwards run one after another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.utils import get_available_gpu_memory
+
+from sglang_dflash.engine.stages.lora import keep_buffers, routing_of
+from sglang_dflash.engine.stages.ranks import from_first_rank
+from sglang_dflash.engine.stages.state import State
+from sglang_dflash.engine.stages.verifier import WidthEngine
+
+logger = logging.getLogger(__name__)
+
+KEPT_FREE = 0.5  # fraction of the initially free memory that stays free when the graphs of all widths are captured
+
+
+def build_engines(
+    worker: TpModelWorker,
+    state: State,
+    state_for: Callable[[int], State],
+    widths: Sequence[int],
+    *,
+    widest: int,
+    reserve_bytes: int,
+) -> dict[int, WidthEngine]:
+    """Return an engine for each width whose graphs fit into memory. The engine of `widest` has SGLang's own parts.
+
+    SGLang does not reserve memory for the captured graphs of other widths. The fraction `KEPT_FREE` of the free memory,
+    and at least `reserve_bytes`, stays free for the activations of prompts. Widths whose graphs do not fit are left
+    out, except the largest of `widths`.
+
+    Args:
+        worker: the target's worker.
+        state: the `State` of `widest`, attached to SGLang's backend.
+        state_for: function that makes the `State` of another width.
+        widths: wanted verify widths.
+        widest: width for which SGLang has built its own backend and graphs.
+        reserve_bytes: least number of bytes that must stay free.
+    """
+    runner, tp_group = worker.model_runner, get_parallel().tp_group
+    own = WidthEngine(runner.attn_backend, runner.decode_cuda_graph_runner, state, routing_of(runner))
+    keep_buffers(runner)
+
+    def build(width: int) -> WidthEngine:
+        return own if width == widest else _build_engine(runner, state_for(width), width, captured=own.graphs)
+
+    def free_gib() -> float:
+        if own.graphs is None:
+            return math.inf
+        return get_available_gpu_memory(  # minimum over all ranks, so that all ranks leave out the same widths
+            runner.device, runner.gpu_id, distributed=tp_group.world_size > 1, cpu_group=tp_group.cpu_group
+        )
+
+    reserve_gib = np.array([reserve_bytes / 2**30])
+    from_first_rank(tp_group)(reserve_gib)
+    engines = build_while_they_fit(widths, build, free_gib, float(reserve_gib[0]))
+    if missing := sorted(set(widths) - set(engines)):
+        logger.warning(
+            "the verify widths %s are disabled, because their CUDA graphs would leave too little memory; lower "
+            "--mem-fraction-static or --cuda-graph-max-bs-decode, or name fewer widths in SGLANG_DFLASH_WIDTHS",
+            ", ".join(map(str, missing)),
+        )
+    return engines
+
+
+def build_while_they_fit(
+    widths: Sequence[int], build: Callable[[int], WidthEngine], free_gib: Callable[[], float], reserve_gib: float
+) -> dict[int, WidthEngine]:
+    """Build the engine of the largest width, then those of other widths, until memory is short.
+
+    The next width is always the one whose ratio to the nearest built width is largest. Its engine is assumed to need as
+    much memory as the largest engine so far. The fraction `KEPT_FREE` of the free memory, and at least `reserve_gib`,
+    stays free.
+
+    Args:
+        widths: wanted widths.
+        build: builds the engine of a width.
+        free_gib: returns the free memory in GiB.
+        reserve_gib: least memory that must stay free, in GiB.
+    """
+    rest, engines, most_gib = set(widths), dict[int, WidthEngine](), 0.0
+    left_gib = free_gib()
+    kept_gib = max(left_gib * KEPT_FREE, reserve_gib)
+    while rest:
+        width = max(
+            rest, key=lambda width: (min((abs(math.log(width / other)) for other in engines), default=0), width)
+        )
+        if engines and left_gib - most_gib < kept_gib:
+            break
+        engines[width] = build(width)
+        rest.remove(width)
+        before_gib, left_gib = left_gib, free_gib()
+        if left_gib < math.inf:
+            most_gib = max(most_gib, before_gib - left_gib)
+            logger.info("width %d: %.2f GiB more for graphs, %.2f GiB are left", width, before_gib - left_gib, left_gib)
+    return engines
+
+
+def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> WidthEngine:
+    with get_spec().override(speculative_num_draft_tokens=width):
+        backend = runner._get_attention_backend(init_new_workspace=False)
+        # SGLang sets these two attributes on its own backend in the same way.
+        backend.prefill_attention_backend_str = runner.prefill_attention_backend_str
+        backend.decode_attention_backend_str = runner.decode_attention_backend_str
+        runner.kv_index_translator.bind_and_verify_backends([backend])
+        state.attach(backend)
+        graphs = None
+        if captured is not None:
+            with capturing(fewer(captured.capture_bs)):
+                graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
+    return WidthEngine(backend, graphs, state, routing_of(runner))
+
+
+def fewer(sizes: Sequence[int]) -> list[int]:
+    """Return SGLang's largest captured batch size, and all captured batch sizes that are powers of two.
+
+    With these sizes graphs of the narrower widths are captured. Batches of other sizes are padded. This costs little,
+    because narrow widths verify few tokens per request.
+    """
+    return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
+
+
+@contextmanager
+def capturing(sizes: list[int]) -> Iterator[None]:
+    """Set the batch sizes that graph runners capture, if they are built inside this context."""
+    config = get_exec().graph.cuda_graph_config
+    decode = dataclasses.replace(config.decode, bs=sizes)
+    with get_exec().graph.override(cuda_graph_config=dataclasses.replace(config, decode=decode)):
+        yield

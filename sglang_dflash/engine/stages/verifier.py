@@ -1,0 +1,101 @@
+"""Verify: run one forward of the target over the blocks, for logits and features of every slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_utils import GrammarTree
+
+from sglang_dflash.engine.stages import lora
+from sglang_dflash.engine.stages.forward import directly, has_experts, through_runner
+from sglang_dflash.engine.stages.outputs import hidden_states
+from sglang_dflash.engine.stages.ranks import OneGroup
+from sglang_dflash.engine.stages.state import State
+from sglang_dflash.engine.step import Plan, Target
+
+
+class WidthEngine(NamedTuple):
+    """Parts of the target for one width, see `engines.py`."""
+
+    backend: AttentionBackend
+    graphs: DecodeCudaGraphRunner | None  # None: this width runs eagerly
+    state: State  # attached to the backend
+    routing: lora.Routing  # tensors that the graphs read
+
+
+class Verifier:
+    """Stage that runs the target over blocks, each width with its own attention backend and graphs."""
+
+    def __init__(
+        self, worker: TpModelWorker, engines: Mapping[int, WidthEngine], ranks: OneGroup, *, on_host: bool
+    ) -> None:
+        """Store the worker and choose the target's forward.
+
+        Args:
+            worker: the target's worker.
+            engines: engine of each width.
+            ranks: arrangement of the ranks.
+            on_host: the target runs on the CPU, without GPU emulation.
+        """
+        self.worker = worker
+        self.engines = engines
+        self.ranks = ranks
+        runner = worker.model_runner
+        self.own = runner.attn_backend, runner.decode_cuda_graph_runner
+        eager = all(engine.graphs is None for engine in engines.values())
+        # Calling the model directly saves host time. On a GPU this gains nothing, because the host runs ahead.
+        direct = eager and on_host and not has_experts(runner.model) and not ranks.meet
+        self.forward = directly(runner) if direct else ranks.beside_idle_ones(through_runner(runner))
+        self.keep_up = ranks.keep_up(worker, max(engines, default=0))
+
+    def use(self, width: int) -> None:
+        """Make the target's runner use the engine of `width`."""
+        engine, runner = self.engines[width], self.worker.model_runner
+        runner.attn_backend = engine.backend
+        runner.decode_cuda_graph_runner = engine.graphs
+        lora.use(runner, engine.routing)
+
+    def restore(self) -> None:
+        """Make the runner use SGLang's own backend and graphs. Prefill graphs read no other backend's metadata."""
+        runner = self.worker.model_runner
+        runner.attn_backend, runner.decode_cuda_graph_runner = self.own
+
+    def verify(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> Target:
+        """Return logits and features of every slot, and write the target's K/V of the block.
+
+        Args:
+            tokens_BN: int64, tokens to verify; N is the plan's width, slot 0 the anchor.
+        """
+        self.use(plan.width)
+        # The copy of the drafts to the host starts before the target's forward, so that both overlap.
+        tree = GrammarTree.from_linear_chain(tokens_BN) if batch.has_grammar else None
+        verified = plan.verified
+        # SGLang builds the forward from these fields of the batch. The scheduler restores them after the step.
+        batch.out_cache_loc = verified.slots_BN.view(-1)
+        batch.seq_lens_cpu = verified.bound_B_cpu
+        batch.seq_lens_sum = verified.bound_sum
+        block = DFlashVerifyInput(
+            draft_token=tokens_BN.view(-1),
+            positions=verified.positions_BN.view(-1),
+            draft_token_num=plan.width,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=verified.kv,
+        )
+        # Without `defer_metadata_init`, attention would be planned twice, because the forward plans it too.
+        forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
+        run = self.forward(forward_batch)
+        output = run.logits_output
+        features_TC, output.hidden_states = output.hidden_states, hidden_states(batch, output)
+        return Target(run, features_TC, tree)
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        """Advance each request's recurrent states by the first `n_committed_B` tokens of its block, int32 [B]."""
+        self.engines[plan.width].state.commit(batch, plan, n_committed_B)

@@ -1,0 +1,208 @@
+"""Policies for the verify width: the number of tokens of a block that the target verifies.
+
+A step with B requests at width w takes T(B, w) seconds. For each request it commits E(w) = S_0 + ... + S_(w-1) tokens
+on average. S_i is the probability that drafts 1..i are all accepted, and S_0 = 1 stands for the bonus. At width 1
+nothing is drafted. Drafts fail in clusters: a block drafted right after a rejection fails more often than one drafted
+some tokens later. So the policy chooses a width w and a rest r, the number of steps of one token before each drafted
+block. E_r(w) is E(w) after such a rest. The policy uses the r and w with the
+
+    maximum of  (r + E_r(w)) / (r T(B, 1) + T(B, w))
+
+over r = 0 and r = REST and all widths. On a GPU T grows in jumps, so the optimum may lie beyond a worse width.
+
+A step at width w shows which drafts at narrower widths would be accepted, but nothing about further drafts. So some
+steps, called looks, verify at the largest width. A request that runs alone and has had no drafts gets a look. A batch
+of several requests that have all had no drafts gets a look if the budget for looks is not negative. Further looks
+follow when this budget, in seconds, covers the expected loss of a look. Each step adds `EXPLORE` times the largest
+possible gain of a larger width to the budget. This gain assumes that a draft beyond the present width is accepted
+whenever all drafts before it are. A change of width costs nothing, so there is no threshold for it.
+
+The policy runs on the host in plain Python, with counts that arrive one or two steps late. numpy calls between two
+steps would be slow on a CPU whose caches a model has just filled. Ranks have equal counts and choose equal widths.
+"""
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_dflash.engine.width.acceptance import Acceptance
+from sglang_dflash.engine.width.cost import StepCost
+
+# Fraction of a larger width's possible gain that each step adds to the budget. At most this fraction of the step's time
+# is added.
+EXPLORE = 0.01
+REST = 6  # number of steps of one token in a rest; longer rests have no further effect
+REST_DECAY = math.exp(-1 / 128)  # per step with drafts, factor on the weight of old evidence about rests
+REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
+SETTLE = 32  # number of steps between two calls of `StepCost.settle`
+EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
+
+
+class Decision(NamedTuple):
+    """Decision about one step."""
+
+    width: int
+    expected: float = 0.0  # expected committed tokens per request; 0: the policy does not estimate them
+    # Expected accepted drafts per request by `Acceptance` alone, without a factor for rests.
+    n_drafts: float = 0.0
+    rested: bool = False  # whether at least `REST` steps of one token precede the step
+
+
+class Policy(ABC):
+    """Policy that chooses widths. All ranks must choose equal widths."""
+
+    name: str
+    cost: StepCost | None = None  # None: the policy does not use costs
+
+    @abstractmethod
+    def decide(self, rids: Sequence[str]) -> Decision:
+        """Return the decision for the next step of these requests."""
+
+    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
+        """Record the outcome of a decided step."""
+        return
+
+
+class Fixed(Policy):
+    """Policy with one width."""
+
+    def __init__(self, width: int, name: str = "") -> None:
+        self.decision, self.name = Decision(width), name or f"always {width}"
+
+    def decide(self, rids: Sequence[str]) -> Decision:
+        return self.decision
+
+
+class Random(Policy):
+    """Policy that draws a width at each step. For tests."""
+
+    name = "random"
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths, self.random = widths, random.Random(0)
+
+    def decide(self, rids: Sequence[str]) -> Decision:
+        """Draw a width. All ranks draw equal widths, because their generators have equal seeds."""
+        return Decision(self.random.choice(self.widths))
+
+
+class Rhythm:
+    """Factors that correct the expected number of accepted drafts: one for blocks without a rest, one after a rest.
+
+    `Acceptance` does not consider rests. So the ratio of accepted to expected drafts is computed for each kind of
+    block. A factor is this ratio, divided by the ratio for all blocks. With little evidence a factor is near 1.
+    """
+
+    def __init__(self) -> None:
+        # Faded sums of drafts: in blocks without a rest before them, and in blocks after a rest.
+        self.accepted_2, self.expected_2 = [0.0, 0.0], [0.0, 0.0]
+
+    def factors(self) -> list[float]:
+        """Return the factor for blocks without a rest before them, and the factor for blocks after a rest."""
+        level = (sum(self.accepted_2) + 1) / (sum(self.expected_2) + 1)
+        return [(self.accepted_2[i] / level + REST_PRIOR) / (self.expected_2[i] + REST_PRIOR) for i in (0, 1)]
+
+    def observe(self, rested: bool, accepted: float, expected: float) -> None:
+        """Record a step with drafts.
+
+        Args:
+            rested: whether a rest preceded the step.
+            accepted: number of accepted drafts, mean over the requests.
+            expected: expected number of accepted drafts without a factor, mean over the requests.
+        """
+        self.accepted_2 = [REST_DECAY * before + accepted * (i == rested) for i, before in enumerate(self.accepted_2)]
+        self.expected_2 = [REST_DECAY * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]
+
+
+class Review(NamedTuple):
+    """Best decision for a batch at the current estimates, and the cost and possible gain of a look."""
+
+    rest: int  # number of steps of one token before each drafted block
+    best: Decision  # decision for the step after a rest
+    look: Decision  # decision for a look
+    block_s: float  # seconds of a step at the largest width
+    price_s: float  # expected loss of a look, in seconds
+    saving_s: float  # seconds that each step adds to the budget for looks
+
+
+class Adaptive(Policy):
+    """Policy that maximises committed tokens per second over width and rest."""
+
+    cost: StepCost
+
+    def __init__(self, widths: Sequence[int], cost: StepCost) -> None:
+        """`widths`: ascending; a look verifies at the last width."""
+        self.name, self.widths, self.cost = "auto", tuple(widths), cost
+        self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
+        self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
+        self.review: Review | None = None  # for the requests `reviewed`; None: to be computed from new estimates
+        self.reviewed: Sequence[str] = ()
+        # Number of steps, number of steps since the last one with drafts, and budget for looks in seconds.
+        self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0
+        self.drafted = set[str]()  # requests that have had a step with drafts
+
+    def decide(self, rids: Sequence[str]) -> Decision:
+        """Choose the best width, one token during a rest, or a look. The module docstring defines rests and looks."""
+        self.n_steps += 1
+        if self.n_steps % SETTLE == 0 or self.n_steps in EARLY:
+            self.cost.settle()
+            self.review = None
+        if self.review is None or rids != self.reviewed:
+            self.review, self.reviewed = self._review(rids), rids
+        review = self.review
+        self.saved_s = min(self.saved_s + review.saving_s, review.block_s)
+        decision = review.best if self.n_rested >= review.rest else Decision(1, expected=1.0)
+        # If drafted blocks follow rests, the budget pays for a look only directly after a drafted block. So this look
+        # has no rest before it.
+        may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
+        if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
+            self.saved_s -= review.price_s
+            # In a batch the budget may become negative. Then new requests cause no look until the budget is 0 again.
+            if len(rids) == 1:
+                self.saved_s = max(self.saved_s, 0.0)
+            decision = review.look
+        if decision.width > 1:
+            self.drafted.update(rids)
+            if len(self.drafted) > 4 * len(rids) + 64:  # most of these requests have ended
+                self.drafted.intersection_update(rids)
+        rested = self.n_rested >= REST
+        self.n_rested = self.n_rested + 1 if decision.width == 1 else 0
+        return decision._replace(rested=rested)
+
+    def _review(self, rids: Sequence[str]) -> Review:
+        committed_N, block = self.acceptance.expected(rids), self.widths[-1]
+        seconds = dict(zip(self.widths, self.cost.of(len(rids)), strict=True))
+        factors = dict(zip((0, REST), self.rhythm.factors(), strict=True))
+        expected = {
+            (rest, width): 1 + min(factor * (committed_N[width] - 1), width - 1)
+            for rest, factor in factors.items()
+            for width in self.widths
+        }
+        # On ties take the shortest rest, then the largest width, because it shows the outcome of most drafts.
+        rate, minus_rest, width = max(
+            ((rest + expected[rest, width]) / (rest * seconds[self.widths[0]] + seconds[width]), -rest, width)
+            for rest, width in self.cycles
+        )
+        rest, look = -minus_rest, Decision(block, expected[REST if width == 1 else 0, block], committed_N[block] - 1)
+        usual = 1 if rest else width
+        # Upper bound of the gain of larger widths: each further slot gains as much as the last one of the usual width.
+        gain = committed_N[usual] - committed_N[usual - 1]
+        hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
+        return Review(
+            rest,
+            best=Decision(width, expected[rest, width], committed_N[width] - 1),
+            look=look,
+            block_s=seconds[block],
+            # Seconds of a look, minus the seconds in which the best cycle, its rest included, commits as many tokens.
+            price_s=seconds[block] - look.expected / rate,
+            saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
+        )
+
+    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
+        """Update the estimates of acceptance, and of the effect of rests."""
+        self.acceptance.observe(rids, decision.width, n_accepted_B)
+        if decision.width > 1:
+            self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.n_drafts)
+            self.review = None

@@ -1,0 +1,226 @@
+"""The DFlash or DFlash 2 draft: a few transformer layers that guess a whole block of tokens in one pass.
+
+A block is the anchor (the last committed token) followed by mask tokens. Every slot attends to the context KV, which is
+projected in each layer from the features of all committed tokens before the anchor. A slot also attends to its block,
+in causal sliding layers only up to the slot itself. The draft uses the target's embedding and head.
+
+Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, S context tokens or slots, H hidden, C
+features, L layers, G key/value heads, Q query heads per key/value head, E head width. Generation uses one block per
+sequence, training many blocks over one context.
+
+This module contains no target, sampling or loss.
+"""
+
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sglang_dflash.engine.draft.record import Checkpoint
+from sglang_dflash.reference.torch.rope import Rotation, rope_frequencies, rotate, rotation_at
+from sglang_dflash.reference.torch.second import BlockConv, CandidateSelector, convolved
+
+
+class ContextKV(NamedTuple):
+    """Draft keys and values of T context tokens. `Draft.forward` requires token t at position t of the sequence."""
+
+    keys_LRGTE: torch.Tensor  # normalised, with rotary embedding
+    values_LRGTE: torch.Tensor
+
+    @property
+    def n_tokens(self) -> int:
+        return self.keys_LRGTE.shape[3]
+
+    def append(self, new: "ContextKV") -> "ContextKV":
+        return ContextKV(*(torch.cat(pair, dim=3) for pair in zip(self, new, strict=True)))
+
+
+class Norm(nn.RMSNorm):
+    """RMS norm in its input's dtype.
+
+    Under autocast the weight is cast to this dtype, because PyTorch's fused kernel needs equal dtypes.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Checkpoint) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Norm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Norm(config.head_dim, eps=config.rms_norm_eps)
+
+    def heads(self, flat: torch.Tensor) -> torch.Tensor:
+        """Split heads: [..., S, heads * E] -> [..., heads, S, E]."""
+        return flat.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
+
+    def key_value(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project [..., S, H] to keys and values, [..., G, S, E] each, for context features or slots of a block."""
+        return rotate(self.k_norm(self.heads(self.k_proj(hidden))), rotation), self.heads(self.v_proj(hidden))
+
+    def forward(
+        self,
+        hidden_RANH: torch.Tensor,
+        rotation: Rotation,
+        context_RGTE: tuple[torch.Tensor, torch.Tensor],
+        visible_RANK: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend from the slots, [R, A, N, H], to context and block.
+
+        `visible_RANK` (bool, K = T + N: context, then block) marks the keys that each slot attends to. The blocks of a
+        sequence share its context, so one product computes all scores with the context, without copies of the keys.
+        """
+        R, A, N, _ = hidden_RANH.shape
+        query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation) * self.head_dim**-0.5
+        key_RAGNE, value_RAGNE = self.key_value(hidden_RANH, rotation)
+        key_RGTE, value_RGTE = context_RGTE
+        T, E, G = key_RGTE.shape[2], self.head_dim, key_RGTE.shape[1]
+        query_RGQANE = query.view(R, A, G, -1, N, E).permute(0, 2, 3, 1, 4, 5)
+        to_context = (query_RGQANE.flatten(2, 4) @ key_RGTE.mT).view(*query_RGQANE.shape[:-1], T)
+        to_block = query_RGQANE @ key_RAGNE.permute(0, 2, 1, 4, 3)[:, :, None]
+        scores = torch.cat([to_context, to_block], dim=-1).masked_fill(~visible_RANK[:, None, None], -torch.inf)
+        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value_RGTE.dtype)
+        of_context, of_block = shares.split([T, N], dim=-1)
+        out_RGQANE = (of_context.flatten(2, 4) @ value_RGTE).view_as(query_RGQANE)
+        out_RGQANE = out_RGQANE + of_block @ value_RAGNE.transpose(1, 2)[:, :, None]
+        return self.o_proj(out_RGQANE.permute(0, 3, 4, 1, 2, 5).reshape(R, A, N, -1))
+
+
+class Mlp(nn.Module):
+    """Gated MLP: down(silu(gate x) * up x), [..., H] -> [..., H]."""
+
+    def __init__(self, config: Checkpoint) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Layer(nn.Module):
+    """Pre-norm layer, [R, A, N, H] -> [R, A, N, H]; arguments as for `Attention.forward`."""
+
+    def __init__(self, config: Checkpoint) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Mlp(config)
+        self.attention_conv = BlockConv(config) if config.conv_kernel_size else None
+        self.mlp_conv = BlockConv(config) if config.conv_kernel_size else None
+
+    def forward(
+        self,
+        hidden_RANH: torch.Tensor,
+        rotation: Rotation,
+        context_RGTE: tuple[torch.Tensor, torch.Tensor],
+        visible_RANK: torch.Tensor,
+    ) -> torch.Tensor:
+        def attend(hidden_RANH: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(hidden_RANH, rotation, context_RGTE, visible_RANK)
+
+        hidden_RANH = hidden_RANH + convolved(self.attention_conv, attend, self.input_layernorm(hidden_RANH))
+        return hidden_RANH + convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_RANH))
+
+
+class Draft(nn.Module):
+    """The draft of a DFlash checkpoint; parameter names are the checkpoint's tensor names."""
+
+    def __init__(self, config: Checkpoint) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def context_kv(self, features_RTC: torch.Tensor, first_position: int = 0) -> ContextKV:
+        """Return keys and values for the features of T consecutive tokens, the first at `first_position`."""
+        hidden_RTH = self.hidden_norm(self.fc(features_RTC))
+        positions_T = torch.arange(first_position, first_position + features_RTC.shape[1], device=self.device)
+        rotation = self._rotation(positions_T)
+        pairs = [cast(Layer, layer).self_attn.key_value(hidden_RTH, rotation) for layer in self.layers]
+        keys, values = zip(*pairs, strict=True)
+        return ContextKV(torch.stack(keys), torch.stack(values))
+
+    def forward(
+        self,
+        embeddings_RANH: torch.Tensor,
+        context: ContextKV,
+        prefix_len_RA: torch.Tensor,
+        draft_window: int | None = None,
+    ) -> torch.Tensor:
+        """Return the hidden states of every slot, after the final norm: [R, A, N, H].
+
+        Args:
+            embeddings_RANH: the target's embeddings of anchor, mask, mask, ...
+            prefix_len_RA: int64, the position of each block's anchor. Context from this position on is masked.
+            draft_window: largest number of context tokens that the block attends to; None: no limit.
+        """
+        N = embeddings_RANH.shape[2]
+        positions_RAN = prefix_len_RA[..., None] + torch.arange(N, device=self.device)
+        rotation = self._rotation(positions_RAN[:, :, None])  # the same for all heads
+        hidden_RANH = embeddings_RANH
+        for i, layer in enumerate(self.layers):
+            visible_RANK = self._visible(i, positions_RAN, context.n_tokens, draft_window)
+            context_RGTE = context.keys_LRGTE[i], context.values_LRGTE[i]
+            hidden_RANH = layer(hidden_RANH, rotation, context_RGTE, visible_RANK)
+        return self.norm(hidden_RANH)
+
+    def guesses(self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor) -> torch.Tensor:
+        """Return the drafts of X blocks, int64 [X, D]: the selector's path if there is a selector, else the argmax.
+
+        Args:
+            hidden_XDH: hidden states of the slots after the anchors.
+            logits_XDV: the target head's output for these slots.
+            anchor_X: int64, token ids of the anchors.
+        """
+        if self.candidate_selector is None:
+            return logits_XDV.argmax(-1)
+        return self.candidate_selector.walk(hidden_XDH, logits_XDV, anchor_X)
+
+    def _rotation(self, positions: torch.Tensor) -> Rotation:
+        frequencies, scale = rope_frequencies(self.config)
+        return rotation_at(positions, frequencies.to(self.device), scale, self.dtype)
+
+    def _visible(self, layer: int, positions_RAN: torch.Tensor, T: int, draft_window: int | None) -> torch.Tensor:
+        """Return a layer's mask, bool [R, A, N, T + N]: the context tokens and slots that each slot attends to."""
+        prefix_len_RA1 = positions_RAN[..., :1]
+        token_T = torch.arange(T, device=self.device)
+        in_context_RAT = token_T < prefix_len_RA1
+        if draft_window is not None:
+            in_context_RAT = in_context_RAT & (token_T >= prefix_len_RA1 - draft_window)
+        N = positions_RAN.shape[2]
+        visible = torch.cat(
+            [
+                in_context_RAT[:, :, None].expand(-1, -1, N, -1),
+                torch.ones(*positions_RAN.shape, N, dtype=torch.bool, device=self.device),
+            ],
+            dim=-1,
+        )
+        window = self.config.layer_windows[layer]
+        if window is None:
+            return visible
+        key_positions_RAK = torch.cat([token_T.expand(*positions_RAN.shape[:2], -1), positions_RAN], dim=-1)
+        distance_RANK = positions_RAN[..., None] - key_positions_RAK[:, :, None]
+        latest = 0 if self.config.sliding_is_causal else 1 - window
+        return visible & (distance_RANK >= latest) & (distance_RANK < window)

@@ -1,0 +1,74 @@
+"""Draft model for users: loads a checkpoint, generates with a target, writes a checkpoint."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from sglang_dflash.engine.draft import checkpoint, files
+from sglang_dflash.reference.torch.draft import Draft
+from sglang_dflash.reference.torch.generate import Options, spec_steps
+
+
+class DraftModel(Draft):
+    """DFlash draft in plain torch, for inference and training."""
+
+    def spec_generate(
+        self,
+        input_ids: torch.Tensor,
+        target: PreTrainedModel,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        stop_token_ids: Sequence[int] = (),
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return prompt and continuation, int64 [1, prompt + new tokens]: exactly the target's own output.
+
+        Args:
+            input_ids: int64 [1, prompt].
+            max_new_tokens: limit of new tokens; generation ends earlier at the first of `stop_token_ids`.
+            options: further fields of `sglang_dflash.reference.torch.generate.Options`.
+
+        Raises:
+            ValueError: draft, target, prompt and options do not match.
+        """
+        chosen = Options(
+            max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **options
+        )
+        new = [token for step in spec_steps(self, target, input_ids, chosen) for token in step.committed]
+        return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Load a DFlash checkpoint from a folder or the Hugging Face hub, without executing its code.
+
+        The draft is in eval mode, and its parameters require no gradients.
+
+        Args:
+            dtype: dtype of the parameters; None: the checkpoint's.
+
+        Raises:
+            ValueError: config or tensors are not a DFlash draft's.
+            OSError: there is no such folder or repository, or the repository cannot be fetched.
+        """
+        folder = files.local_folder(source)
+        draft = cls(checkpoint.read(str(folder)))
+        draft.load_state_dict(files.read_tensors(folder, load_file), assign=True)
+        draft.requires_grad_(False)
+        return draft.to(device=device, dtype=dtype).eval()
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write config.json and model.safetensors, creating the folder; `dtype`: None for the parameters' own."""
+        folder, dtype = Path(folder), dtype or self.dtype
+        folder.mkdir(parents=True, exist_ok=True)
+        config = replace(self.config, dtype=str(dtype).removeprefix("torch."))
+        (folder / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in self.state_dict().items()}
+        files.write_tensors(folder, tensors, save_file)

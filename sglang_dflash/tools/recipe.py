@@ -1,0 +1,196 @@
+"""Launch commands for published drafts, on an H200 or a B200: `sglang-dflash recipe NAME --gpu h200`.
+
+The command prints a launch command that can be pasted into a shell, with the reason for each flag. With `--run` it
+starts the server instead. Flags after `--` are appended to the recipe's and take precedence. The recipes are in
+`assets/recipes.toml`.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_dflash.cli import Parser, nearest
+from sglang_dflash.flags import Worker
+from sglang_dflash.tools.capacity import known_models as models
+
+FILE = Path(__file__).parents[1] / "assets" / "recipes.toml"
+SERVER = ("-m", "sglang.launch_server")
+
+
+class Flag(NamedTuple):
+    """One flag of a launch. `value` is "" for a switch; `why`, the reason, is "" for flags that need none."""
+
+    name: str
+    value: str
+    why: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (self.name, self.value) if self.value else (self.name,)
+
+
+class Recipe(NamedTuple):
+    """Launch of one target with its draft. `architecture` is the name in the target's config.json."""
+
+    name: str
+    target: str
+    architecture: str
+    draft: str
+    note: str
+    flags: Mapping[str, Sequence[Flag]]  # by GPU, without duplicate names
+
+
+def read_flags(pairs: Iterable[Sequence[str]]) -> list[Flag]:
+    split = ((text.partition(" "), why) for text, why in pairs)
+    return [Flag(name, value, why) for (name, _, value), why in split]
+
+
+def read(text: str) -> dict[str, Recipe]:
+    """Return the recipes in `text`, the content of recipes.toml, by name."""
+    document = tomllib.loads(text)
+    gpus = {gpu: read_flags(pairs) for gpu, pairs in document["gpus"].items()}
+    found = {}
+    for name, fields in document["recipes"].items():
+        pair = [
+            Flag("--model-path", fields["target"], ""),
+            Flag("--speculative-algorithm", "DFLASH", ""),
+            Flag("--speculative-draft-model-path", fields["draft"], ""),
+        ]
+        flags = {
+            gpu: last_of_each([*pair, *own, *read_flags(fields["flags"]), *read_flags(fields.get(f"flags_{gpu}", ()))])
+            for gpu, own in gpus.items()
+        }
+        found[name] = Recipe(
+            name, fields["target"], fields["architecture"], fields["draft"], fields.get("note", ""), flags
+        )
+    return found
+
+
+def last_of_each(flags: Iterable[Flag]) -> list[Flag]:
+    return list({flag.name: flag for flag in flags}.values())
+
+
+RECIPES = read(FILE.read_text())
+GPUS = tuple(tomllib.loads(FILE.read_text())["gpus"])
+H100_GIB = "79.6"  # memory of an H100, as its driver reports it
+ALIASES = {"h100": "h200", "b300": "b200"}  # GPUs of one generation share their flags
+
+
+def arguments(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> list[str]:
+    """Return the arguments with which Python starts the recipe's server; `further`: flags to append."""
+    return [*SERVER, *(word for flag in recipe.flags[ALIASES.get(gpu, gpu)] for word in flag.words), *further]
+
+
+def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
+    """Return the command for a shell, with comments above it that give the reasons for its flags."""
+    flags = recipe.flags[ALIASES.get(gpu, gpu)]
+    comments = [f"{recipe.target} on {gpu.upper()}. {recipe.note}".strip()]
+    if gpu == "h100":
+        comments.append(f"These flags are sized for an H200. {on_h100(recipe, further)}")
+    comments += [f"  {flag.name}: {flag.why}" for flag in flags if flag.why]
+    lines = [shlex.join(["python", *SERVER]), *(shlex.join(flag.words) for flag in flags)]
+    lines += [shlex.join(further)] if further else []
+    return "\n".join([*(f"# {comment}" for comment in comments), " \\\n    ".join(lines)])
+
+
+def on_h100(recipe: Recipe, further: Sequence[str]) -> str:
+    """Return a sentence with the number of requests at once on H100s, if it can be computed."""
+    if recipe.target not in models.TARGETS:
+        cure = "If the model does not fit, set a larger --tp-size in the command."
+        return f"An H100 has little more than half its memory. {cure}"
+    from sglang_dflash.tools.capacity import report  # imports take a tenth of a second
+
+    words = [*arguments(recipe, "h100", further)[len(SERVER) :], "--gpu-memory", H100_GIB]
+    try:
+        found = report.answer(report.arguments(raises=True).parse_args(words))
+    except ValueError as error:
+        return f"The number of requests on an H100 cannot be computed: {error}."
+    n_requests, better = found.results[Worker.PLUGIN].requests, dict(report.lifts(found, Worker.PLUGIN))
+    cards = f"{found.serving.tp_size} H100 of {H100_GIB} GiB"
+    if n_requests:
+        fitting = f"On {cards}, {n_requests} requests of {found.serving.context:,} tokens fit at once (computed)."
+        return " ".join((fitting, *found.not_counted))
+    ways = {
+        f"set {flag} in the command, with which {n} fit": flag for flag, n in better.items() if flag.startswith("--tp")
+    }
+    cure = next(iter(ways), report.more(found.serving))
+    none = f"On {cards}, no request of {found.serving.context:,} tokens fits (computed); {cure}."
+    return " ".join((none, *found.not_counted))
+
+
+def table(recipes: Iterable[Recipe]) -> str:
+    """Return a table of the recipes, with each recipe's draft and its number of cards by GPU type."""
+    rows = [("recipe", "draft", *(gpu.upper() for gpu in GPUS))]
+    rows += [(recipe.name, recipe.draft, *(n_cards(recipe, gpu) for gpu in GPUS)) for recipe in recipes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join(
+        [*lines, "", "The columns show numbers of cards. `sglang-dflash docs recipes` has the requests at once."]
+    )
+
+
+def n_cards(recipe: Recipe, gpu: str) -> str:
+    return next((flag.value for flag in recipe.flags[gpu] if flag.name == "--tp-size"), "1")
+
+
+def find(name: str) -> str | None:
+    """Return the name of the recipe whose own name, target or draft is `name`; None if there is no such recipe.
+
+    Targets and drafts are named as on the hub, with or without the organisation. Case is ignored.
+    """
+    for recipe in RECIPES.values():
+        hub = (recipe.target, recipe.draft)
+        if name.lower() in {known.lower() for path in (recipe.name, *hub) for known in (path, path.split("/")[-1])}:
+            return recipe.name
+    return None
+
+
+def unknown(name: str) -> str:
+    """Return the error for a name without a recipe."""
+    cure = nearest(name.split("/")[-1], RECIPES) or "; `sglang-dflash recipe` lists all"
+    return f"there is no recipe {name}{cure}"
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the parsed options, and the words after `--`."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    parser = Parser(
+        prog="sglang-dflash recipe",
+        usage="%(prog)s [NAME --gpu GPU [--run] [-- SERVER FLAGS]]",
+        description="Print or run the launch command of a published draft; without NAME, list all recipes.",
+        elsewhere="flags of the server go after a bare `--`",
+    )
+    names = "name of a recipe, or of its target or draft on the hub; case is ignored"
+    parser.add_argument("name", nargs="?", metavar="NAME", help=names)
+    parser.add_argument("--gpu", type=str.lower, choices=(*GPUS, *ALIASES), help="GPU to serve on")
+    parser.add_argument("--run", action="store_true", help="start the server instead of printing its command")
+    options = parser.parse_args(words[:at])
+    if options.name:
+        options.name = find(options.name) or parser.error(unknown(options.name))
+    if not options.name and (options.gpu or options.run or at < len(words)):
+        parser.error("found no NAME; `sglang-dflash recipe` lists all")
+    if options.name and not options.gpu:
+        parser.error(f"no GPU is named for {options.name}; give --gpu {' or '.join((*GPUS, *ALIASES))}")
+    return options, words[at + 1 :]
+
+
+def main(argv: Sequence[str]) -> int:
+    options, further = parse(argv)
+    if not options.name:
+        print(table(RECIPES.values()))
+        return 0
+    recipe = RECIPES[options.name]
+    if options.run:
+        os.execv(sys.executable, [sys.executable, *arguments(recipe, options.gpu, further)])
+    print(text(recipe, options.gpu, further))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,0 @@
-"""Fixtures for tests of `sglang_dflash.draft`."""
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def plugin_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)

@@ -1,0 +1,155 @@
+"""Weight updates from disk: each checkpoint must reach its own model, and each tensor its parameter."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+from torch import nn
+
+from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
+from sglang_dflash.engine.draft.weight_push import quantized_draft_stays, refuse_unknown
+from sglang_dflash.engine.draft.weight_update import BUILT, own_checkpoint_only
+from sglang_dflash.engine.draft.weights import QUANTIZED, checkpoint_names, fused_name, lay_side_by_side
+from sglang_dflash.pairs.tiny.pairs import HYBRID
+
+SERVED, VOCAB_SIZE, BLOCK_SIZE = checkpoint.read(str(HYBRID.draft)), 1024, 12  # trained for blocks of 16
+DRAFT = SimpleNamespace(get_model=lambda: object.__new__(DFlashDraftModel))
+TARGET = SimpleNamespace(get_model=object)
+
+
+@pytest.fixture
+def load() -> Callable[[Any, object], tuple[bool, str]]:
+    update = own_checkpoint_only(SERVED, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE)
+
+    def stock(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
+        return True, f"loaded {model_path} as {load_format}"
+
+    return lambda updater, path: update(stock, updater, str(path), "auto")
+
+
+def test_each_checkpoint_goes_to_its_own_model(load: Callable) -> None:
+    assert load(TARGET, HYBRID.target) == (True, f"loaded {HYBRID.target} as auto")
+    assert load(DRAFT, HYBRID.draft) == (True, f"loaded {HYBRID.draft} as auto")
+    assert load(DRAFT, HYBRID.target) == (
+        True,
+        f"Succeeded to update the target; the draft stays: {HYBRID.target} is not a DFlash draft.",
+    )
+    assert load(TARGET, HYBRID.draft) == (True, f"The target stays: {HYBRID.draft} is a DFlash draft.")
+
+
+@pytest.mark.parametrize("model", [TARGET, DRAFT], ids=["target", "draft"])
+def test_no_graph_is_captured_again(model: SimpleNamespace) -> None:
+    """With `recapture_cuda_graph` SGLang would recapture the graphs of one width only, so the flag is refused."""
+    loaded = list[str]()
+
+    def stock(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
+        loaded.append(model_path)
+        return True, ""
+
+    update = own_checkpoint_only(SERVED, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE)
+    assert update(stock, model, str(HYBRID.target), "auto", recapture_cuda_graph=True) == (
+        False,
+        "recapture_cuda_graph is not supported with DFLASH; leave it out: weights are loaded in place",
+    )
+    assert loaded == []
+
+
+def test_a_quantized_draft_takes_no_weights() -> None:
+    update = own_checkpoint_only(SERVED, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE, served_is_quantized=True)
+    stock = pytest.fail
+    assert update(stock, DRAFT, str(HYBRID.draft), "auto") == (False, QUANTIZED)
+    assert update(lambda *_: (True, "loaded"), TARGET, str(HYBRID.target), "auto") == (True, "loaded")
+
+
+def test_a_push_session_leaves_a_quantized_draft_out() -> None:
+    def stock(manager: None, request: BeginWeightUpdateReqInput) -> str:
+        return request.selector
+
+    assert quantized_draft_stays(stock, None, BeginWeightUpdateReqInput()) == "target"
+    refused = quantized_draft_stays(stock, None, BeginWeightUpdateReqInput(selector="draft"))
+    assert (refused.success, refused.message) == (False, QUANTIZED)
+
+
+def test_a_push_to_a_quantized_draft_is_refused_by_its_cause() -> None:
+    def stock(updater: Any, tensors: list) -> tuple[bool, str]:
+        raise ValueError(QUANTIZED)
+
+    assert refuse_unknown(stock, DRAFT, []) == (False, QUANTIZED)
+
+
+def test_weights_without_a_config_belong_to_the_target(load: Callable, tmp_path: Path) -> None:
+    assert load(TARGET, tmp_path)[1].startswith("loaded")
+    assert load(DRAFT, tmp_path)[1].endswith("is not a DFlash draft.")
+
+
+DIFFERENT = {
+    "mask_token_id": (4, "mask_token_id is 4, and the draft being served has 3"),
+    "num_target_layers": (36, "num_target_layers is 36, and the draft being served has 4"),
+    "block_size": (8, "block_size is 8, and this server drafts blocks of 12"),
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+def test_a_different_draft_is_refused_by_its_field(field: str, load: Callable, tmp_path: Path) -> None:
+    config = json.loads((HYBRID.draft / "config.json").read_text())
+    value, message = DIFFERENT[field]
+    config["dflash_config"][field] = value  # nested fields take precedence
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(HYBRID.draft / "model.safetensors")
+    assert load(DRAFT, tmp_path) == (False, f"{tmp_path}: {message}; restart the server with the new draft")
+
+
+def test_a_draft_for_shorter_blocks_that_suffice_is_loaded(load: Callable, tmp_path: Path) -> None:
+    config = json.loads((HYBRID.draft / "config.json").read_text()) | {"block_size": 12, "num_target_layers": None}
+    config["dflash_config"].pop("block_size", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(HYBRID.draft / "model.safetensors")
+    assert load(DRAFT, tmp_path) == (True, f"loaded {tmp_path} as auto")
+
+
+def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((HYBRID.draft / "config.json").read_bytes())
+    message = f"{tmp_path} has a config.json and no *.safetensors; fetch the draft's weights"
+    assert load(DRAFT, tmp_path) == (False, message)
+
+
+def test_all_fields_that_models_are_built_from_are_compared() -> None:
+    """`require_like` compares the fields `BUILT`, from which a draft's model is built.
+
+    For three of the other seven fields it has separate rules: `block_size`, `num_target_layers` and `vocab_size`.
+    """
+    left_out = {
+        "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",
+    }  # fmt: skip
+    assert set(vars(SERVED)) - set(BUILT) == left_out
+
+
+def test_fused_names_locate_the_parts_of_a_projection() -> None:
+    assert fused_name("layers.0.self_attn.k_proj.weight") == ("layers.0.self_attn.qkv_proj.weight", ("k",))
+    assert fused_name("layers.1.mlp.up_proj.weight") == ("layers.1.mlp.gate_up_proj.weight", (1,))
+    assert fused_name("fc.weight") == ("fc.weight", ())
+
+
+def test_checkpoint_names_follow_from_parameters() -> None:
+    parameters = ["layers.0.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight", "norm.weight"]
+    names = checkpoint_names(parameters)
+    parts = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    assert names == {"norm.weight", *(f"layers.0.{part}_proj.weight" for part in parts)}
+    assert {fused_name(name)[0] for name in names} == set(parameters)
+
+
+def test_updating_a_parameter_updates_the_stack() -> None:
+    layers = [nn.Linear(3, 2, bias=False) for _ in range(4)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    stack = lay_side_by_side([layer.weight for layer in layers])
+    assert torch.equal(stack, torch.stack(before))
+    with torch.no_grad():
+        layers[2].weight.copy_(torch.full((2, 3), 7.0))  # as a weight loader does
+    assert torch.equal(stack[2], torch.full((2, 3), 7.0))
+    assert torch.equal(stack[1], before[1])

@@ -1,0 +1,103 @@
+"""Engines: the selection of widths whose graphs are captured if the graphs of all widths exceed the free memory."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+from sglang_dflash.engine.stages import engines
+from sglang_dflash.engine.stages.engines import build_while_they_fit, capturing, fewer
+from sglang_dflash.engine.stages.state import NoState
+from sglang_dflash.engine.stages.verifier import WidthEngine
+
+WIDTHS = (1, 2, 4, 6, 8, 12, 16)
+
+
+def built(free_gib: float, graphs_gib: float, reserve_gib: float = 0.0) -> tuple[list[int], float]:
+    """Return the widths in the order built, and the memory left free, in GiB."""
+    left, widths = free_gib, list[int]()
+
+    def build(width: int) -> WidthEngine:
+        nonlocal left
+        left -= graphs_gib if width < 16 else 0  # SGLang has already captured width 16
+        widths.append(width)
+        return WidthEngine(None, None, NoState(), {})
+
+    engines = build_while_they_fit(WIDTHS, build, lambda: left, reserve_gib)
+    assert list(engines) == widths
+    return widths, left
+
+
+@pytest.mark.parametrize("free_gib", [10.0, math.inf])
+def test_all_widths_are_built_if_they_fit(free_gib: float) -> None:
+    assert built(free_gib, 0.5)[0] == [16, 1, 4, 8, 2, 12, 6]
+
+
+@pytest.mark.parametrize(("graphs_gib", "n_built"), [(1.0, 6), (1.25, 5), (2.0, 3), (2.6, 2), (6.0, 2)])
+def test_half_of_the_memory_stays_free_once_graph_sizes_are_known(graphs_gib: float, n_built: int) -> None:
+    """The memory of a width's graphs is known only after a capture, so width 1 is built even if it takes too much."""
+    widths, left = built(10.0, graphs_gib)
+    assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
+    assert left >= 5 or graphs_gib > 5
+
+
+@pytest.mark.parametrize(("reserve_gib", "n_built"), [(4.0, 6), (6.5, 4), (8.0, 3), (9.5, 2), (11.0, 1)])
+def test_the_reserve_of_sampling_and_prompts_stays_free(reserve_gib: float, n_built: int) -> None:
+    """The reserve may exceed half of the free memory.
+
+    Width 1 may use a part of the reserve, because the memory of its graphs is not known before their capture.
+    """
+    widths, left = built(10.0, 1.0, reserve_gib)
+    assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
+    assert left >= reserve_gib or n_built < 3
+
+
+def test_narrow_widths_are_captured_for_fewer_batches() -> None:
+    assert fewer([*range(1, 9), 10, 12, 14, 16, 24, 32, 40, 44, 48]) == [1, 2, 4, 8, 16, 32, 48]
+    assert fewer([1, 2, 3]) == [1, 2, 3]
+    assert fewer([24]) == [24]
+
+
+def test_sglang_captures_the_given_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the capture SGLang's own sizes are restored."""
+    graph = SimpleNamespace(cuda_graph_config=CudaGraphConfig(decode=PhaseConfig(bs=[1, 2, 3], max_bs=3)))
+
+    @contextmanager
+    def override(cuda_graph_config: CudaGraphConfig) -> Iterator[None]:
+        before, graph.cuda_graph_config = graph.cuda_graph_config, cuda_graph_config
+        yield
+        graph.cuda_graph_config = before
+
+    graph.override = override
+    monkeypatch.setattr(engines, "get_exec", lambda: SimpleNamespace(graph=graph))
+    with capturing([1, 3]):
+        assert graph.cuda_graph_config.decode.bs == [1, 3]
+        assert graph.cuda_graph_config.decode.max_bs == 3
+    assert graph.cuda_graph_config.decode.bs == [1, 2, 3]
+
+
+def test_graphs_are_captured_with_the_state_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs captured before `state.attach` would run without the state."""
+    order: list[str] = []
+
+    class Graphs:
+        capture_bs = (1, 2)
+
+        def __init__(self, runner: object, **_: object) -> None:
+            order.append("captured")
+
+    runner = SimpleNamespace(
+        _get_attention_backend=lambda **_: order.append("backend") or SimpleNamespace(),
+        prefill_attention_backend_str="fa3",
+        decode_attention_backend_str="fa3",
+        kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: order.append("bound")),
+    )
+    state = SimpleNamespace(attach=lambda to: order.append("attached"))
+    monkeypatch.setattr(engines, "get_spec", lambda: SimpleNamespace(override=lambda **_: nullcontext()))
+    monkeypatch.setattr(engines, "capturing", lambda sizes: nullcontext())
+    monkeypatch.setattr(engines, "routing_of", lambda runner: {})
+    engines._build_engine(runner, state, 4, Graphs.__new__(Graphs))
+    assert order == ["backend", "bound", "attached", "captured"]

@@ -1,0 +1,609 @@
+"""Width policy: estimated acceptance, estimated step costs, and the choice between widths.
+
+A rest is `REST` steps without drafts before each step with drafts. A look is a step that verifies the whole block to
+learn about widths that the policy does not choose.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_dflash.engine.width import acceptance as acceptance_module
+from sglang_dflash.engine.width.acceptance import ALL_DECAY, DECAY, WARM_UP, Acceptance, Counts, Own, odds
+from sglang_dflash.engine.width.cost import StepCost
+from sglang_dflash.engine.width.policy import EARLY, EXPLORE, REST, SETTLE, Adaptive, Decision, Rhythm
+
+N = 8  # tokens of a block
+D = N - 1
+WIDTHS = (1, 2, 4, 8)
+RIDS = ("a", "b", "c", "d", "e")
+MEMORY = 32  # steps until an observation of a request has weight 1/e
+
+Step = tuple[list[str], int, list[int]]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Draw requests, a width, and the number of accepted drafts per request."""
+    rids = draw(st.lists(st.sampled_from(RIDS), min_size=1, unique=True))
+    width = draw(st.sampled_from(WIDTHS))
+    return rids, width, [draw(st.integers(0, width - 1)) for _ in rids]
+
+
+def trained(history: Sequence[Step]) -> Acceptance:
+    """Return an `Acceptance` that has observed `history`, with no request treated as a warm-up request."""
+    acceptance = Acceptance(D)
+    for step in history:
+        for rid in step[0]:
+            acceptance.of_request.setdefault(rid, Own(acceptance.nothing)).kept = None
+        acceptance.observe(*step)
+    return acceptance
+
+
+def now(weight: float, counts: Counts) -> np.ndarray:
+    """Return how often each draft was reached and accepted, [2, D]. Observations of the last step have weight 1."""
+    return np.array(counts).T / weight
+
+
+def conditional(acceptance: Acceptance, rid: str) -> np.ndarray:
+    """Return the estimated acceptance of every draft, given that all drafts before it were accepted."""
+    survival_D = np.diff(acceptance.expected([rid]))[1:]
+    return survival_D / np.concatenate(([1.0], survival_D[:-1]))
+
+
+def alone(seconds_SW: np.ndarray) -> None:
+    """Leave the costs as they are: a single rank needs no agreement."""
+
+
+def step_cost(seconds_W: Sequence[float], widths: Sequence[int] = WIDTHS) -> StepCost:
+    return StepCost(widths, {1: seconds_W}, alone)
+
+
+def test_fewer_requests_never_cost_more_than_more() -> None:
+    """The machine was busy while one request was timed, and a wide verify seemed cheap compared with a narrow one."""
+    cost = StepCost((1, 4), {1: (0.44, 0.59), 2: (0.08, 0.15), 4: (0.13, 0.22)}, alone)
+    assert [cost.of(n) for n in (1, 2, 4)] == [[0.08, 0.15], [0.08, 0.15], [0.13, 0.22]]
+
+
+@given(st.lists(steps(), max_size=30), steps())
+def test_expected_length_is_concave_and_at_most_the_width(history: list[Step], last: Step) -> None:
+    expected_N = trained(history).expected(last[0])
+    assert expected_N[:2] == [0, 1]
+    assert (expected_N <= np.arange(N + 1) + 1e-9).all()
+    gains_N = np.diff(expected_N)
+    assert (gains_N >= 0).all()
+    assert (np.diff(gains_N) <= 1e-9).all()
+
+
+@given(st.lists(steps(), max_size=10), st.integers(1, 5), st.sampled_from(WIDTHS[:-1]))
+def test_unverified_drafts_do_not_count_as_failures(history: list[Step], n: int, width: int) -> None:
+    """If a step accepts every verified draft, the counts of later positions only decay."""
+    acceptance = trained([*history, (list(RIDS), 1, [0] * len(RIDS))])
+    before_2D = now(acceptance.all_weight, acceptance.batch)
+    for _ in range(n):
+        acceptance.observe(RIDS, width, [width - 1] * len(RIDS))
+    after_2D = now(acceptance.all_weight, acceptance.batch)
+    np.testing.assert_allclose(after_2D[:, width - 1 :], before_2D[:, width - 1 :] * ALL_DECAY**n)
+    assert (after_2D[:, : width - 1] >= before_2D[:, : width - 1] * ALL_DECAY**n).all()
+
+
+def test_unseen_positions_get_the_estimate_of_the_one_before() -> None:
+    acceptance = trained([(["a"], 4, [3])] * 50 + [(["a"], 4, [2])] * 50)
+    conditional_D = conditional(acceptance, "new")
+    assert conditional_D[2] < 0.5 < 0.9 < conditional_D[1]  # the third draft failed in 50 steps, the second never
+    np.testing.assert_allclose(conditional_D[3:], conditional_D[2])
+
+
+def test_positions_keep_what_was_observed_of_them() -> None:
+    """Half of 100 steps accept all drafts, half none. 320 more failures of the first draft lower only its estimate."""
+    acceptance = trained([(["a"], N, [0]), (["a"], N, [D])] * 50 + [(["a"], 2, [0])] * 10 * MEMORY)
+    conditional_D = conditional(acceptance, "new")
+    assert conditional_D[0] < 0.1
+    assert (conditional_D[1:] > 0.9).all()
+
+
+def test_a_step_is_no_evidence_after_its_first_failure() -> None:
+    acceptance = trained([(["a", "b"], N, [0, 3])])
+    reached_accepted_2D = now(acceptance.all_weight, acceptance.batch).tolist()
+    assert reached_accepted_2D == [[2, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]]
+
+
+def test_estimates_of_a_request_shrink_to_the_others() -> None:
+    """A request's estimate has a prior: the estimate over all requests, with odds multiplied by the request's level.
+
+    The prior has a weight of 4 observations. The prior of a level, 1, has a weight of 2 drafts. The estimate over all
+    requests is also a new request's. Its own prior is its last value, with a weight of 4 observations:
+    - 1 at first
+    - (1 + 4 * 1) / (1 + 4) = 1 once the draft of "a" is accepted
+    - (1 + 4 * 1) / (2 + 4) = 5/6 once the draft of "b" is rejected
+    - (1 + 4 * 5/6) / (2 + 4) = 13/18 when it is read, because the last value is 5/6 now
+    """
+    acceptance = trained([(["a", "b"], 2, [1, 0])])
+    estimate = {rid: acceptance.expected([rid])[2] - 1 for rid in ("a", "b", "new")}
+    usual = 13 / 18
+    for rid, accepted in (("a", 1), ("b", 0)):
+        level = odds((accepted + 2) / 3) / odds(1)  # before the step all requests were estimated at 1
+        there = level * odds(usual) / (1 + level * odds(usual))
+        assert estimate[rid] == pytest.approx((accepted + 4 * there) / 5)
+    assert estimate["new"] == pytest.approx(usual)
+    each = [acceptance.expected([rid]) for rid in ("a", "b")]
+    np.testing.assert_allclose(acceptance.expected(["a", "b"]), np.mean(each, axis=0))
+
+
+def test_failed_first_drafts_leave_later_positions_unchanged() -> None:
+    acceptance = trained([([f"good-{i}"], N, [D]) for i in range(50)])
+    usual_D = conditional(acceptance, "new")
+    for _ in range(5):
+        acceptance.observe(["a"], N, [0])
+    estimate_D = conditional(acceptance, "a")
+    assert estimate_D[0] < 0.5 * usual_D[0]
+    np.testing.assert_allclose(estimate_D[1:], usual_D[1:], rtol=0.05)
+
+
+def test_one_step_distinguishes_a_good_request_from_bad_ones() -> None:
+    """One wholly accepted block raises the request's estimate, even after 100 requests that accept nothing."""
+    acceptance = trained([([f"bad-{i}"], N, [0]) for i in range(100)])
+    assert acceptance.expected(["good"])[N] < 1.1
+    acceptance.observe(["good"], N, [D])
+    assert acceptance.expected(["good"])[N] > 2
+    acceptance.observe(["good"], N, [D])
+    assert acceptance.expected(["good"])[N] > 4
+
+
+def test_one_bad_request_hardly_lowers_the_estimate_of_the_next() -> None:
+    good = [([f"good-{i}"], N, [D]) for i in range(100)]
+    before, after = trained(good), trained([*good, *[(["bad"], N, [0])] * 5])
+    assert after.expected(["new"])[N] > 0.9 * before.expected(["new"])[N]
+
+
+def test_warm_up_requests_are_not_learned_from() -> None:
+    acceptance = Acceptance(D)
+    fresh_N = acceptance.expected(["new"])
+    for _ in range(WARM_UP):
+        acceptance.observe(["warm-up"], N, [0])
+    assert acceptance.expected(["new"]) == fresh_N
+    acceptance.observe(["warm-up"], N, [0])
+    assert acceptance.expected(["new"])[N] < 0.5 * fresh_N[N], "all nine steps count now"
+
+
+def test_observations_decay() -> None:
+    """A request's observation has weight 1/e after `MEMORY` steps without drafts, or steps of other requests."""
+    drafted_once = trained([(["a"], N, [7])] + [(["a"], 1, [0])] * MEMORY)
+    others = trained([(["a"], N, [7])] + [(["b"], N, [7])] * MEMORY)
+    for acceptance in (drafted_once, others):
+        np.testing.assert_allclose(now(acceptance.weight, acceptance.of_request["a"].counts), np.exp(-1))
+    np.testing.assert_allclose(now(drafted_once.all_weight, drafted_once.batch), ALL_DECAY**MEMORY)
+
+
+def test_weights_never_outgrow_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rescaling the weights leaves estimates unchanged."""
+    history = [(["a", "b"], N, [7, i % N]) for i in range(50)] + [(["a"], 1, [0])] * 50
+    heavy = trained(history)
+    monkeypatch.setattr(acceptance_module, "HEAVY", 3.0)
+    light = trained(history)
+    assert light.weight < 3 < heavy.weight
+    np.testing.assert_allclose(light.expected(["a", "b"]), heavy.expected(["a", "b"]))
+
+
+def test_few_ended_requests_are_kept() -> None:
+    acceptance = trained([([f"request-{i}", "stays"], N, [7, i % N]) for i in range(1000)])
+    assert len(acceptance.of_request) < 100
+    stays = now(acceptance.weight, acceptance.of_request["stays"].counts)
+    assert stays[0, 0] == pytest.approx(1 / (1 - DECAY), rel=0.01), "its observations are complete"
+    np.testing.assert_array_equal(acceptance.expected(["request-1"]), acceptance.expected(["never seen"]))
+
+
+def test_a_large_batch_is_forgotten_as_fast_as_a_small_one() -> None:
+    """Batches of 1 or 16 requests accept everything. Then one request after the other, alone, accepts nothing."""
+    n_steps = []
+    for n_requests in (1, 16):
+        rids = [str(i) for i in range(n_requests)]
+        acceptance = trained([(rids, N, [D] * n_requests)] * 4 * round(1 / (1 - ALL_DECAY)))
+        n_steps.append(0)
+        while acceptance.expected(["new"])[-1] > 2:
+            acceptance.observe([f"bad-{n_steps[-1] // 20}"], N, [0])
+            n_steps[-1] += 1
+    assert n_steps[1] <= 1.1 * n_steps[0]
+
+
+def make_cost() -> StepCost:
+    return StepCost((1, 4, 8), {2: (1.0, 2.0, 3.0), 4: (2.0, 6.0, 5.0), 8: (3.0, 7.0, 9.0)}, alone)
+
+
+@pytest.mark.parametrize(
+    ("n_requests", "seconds"), [(1, [1, 2, 3]), (3, [1.5, 4, 4]), (4, [2, 6, 5]), (5, [2.25, 6.25, 6]), (99, [3, 7, 9])]
+)
+def test_costs_between_measured_sizes(n_requests: int, seconds: list[float]) -> None:
+    np.testing.assert_allclose(make_cost().of(n_requests), seconds)
+
+
+@given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.1, 5.0))
+def test_costs_converge_to_measured_times(n_requests: int, width: int, real: float) -> None:
+    """In logarithms, at least half of the correction of a width's time also applies to the other widths."""
+    cost = make_cost()
+    w, before_W = cost.widths.index(width), cost.of(n_requests)
+    for _ in range(1000):
+        cost.observe(n_requests, width, real)
+    assert cost.of(n_requests) == before_W, "costs change only once the ranks have agreed"
+    cost.settle()
+    assert cost.of(n_requests)[w] == pytest.approx(real, rel=1e-3)
+    if n_requests not in cost.sizes:  # interpolated between two sizes, each corrected by its weight
+        return
+    moved_W = np.log(np.array(cost.of(n_requests)) / before_W)
+    others_W = np.delete(moved_W, w)
+    np.testing.assert_allclose(others_W, others_W[0], atol=1e-12)
+    assert 0.5 * abs(moved_W[w]) <= abs(others_W[0]) <= abs(moved_W[w])
+
+
+def test_other_batch_sizes_keep_their_costs() -> None:
+    """A step of three requests at width 4 took 4.4 s instead of 4 s. The error is 10 %, so 5 % for each adjacent size.
+
+    A fraction 0.1 (`COMMON`) of the 5 % corrects all widths of the size. A fraction 0.03 (`OWN`) also corrects width 4.
+    """
+    cost = make_cost()
+    cost.observe(3, 4, 4.4)
+    cost.settle()
+    np.testing.assert_allclose(cost.of(8), [3, 7, 9])
+    np.testing.assert_allclose(cost.of(2), [1.005, 1.005 * 1.0015 * 2, 1.005 * 3])
+    np.testing.assert_allclose(cost.of(4), [1.005 * 2, 1.005 * 1.0015 * 6, 1.005 * 5])
+
+
+# A slowdown by 2 for a while, in steps at width 4.
+SLOWER = [(4, seconds) for seconds in (2.0, 4.0, 2.0) for _ in range(200)]
+# case: (seconds measured at launch, real steps as (width, seconds), learned seconds, tolerance), for widths 1, 4 and 8
+TAUGHT: dict[str, tuple[Sequence[float], list[tuple[int, float]], list[float], dict[str, float]]] = {
+    # At launch all widths took the same time. In real steps only width 4 takes twice as long.
+    "one width costs more than measured": ((1, 1, 1), [(1, 1.0), (4, 2.0), (8, 1.0)] * 1000, [1, 2, 1], {"atol": 0.15}),
+    # Every step takes twice as long as at launch. Width 8 takes another second, which was not measured at launch.
+    "launch missed a second of one width": ((1, 2, 2), [*[(4, 4.0)] * 8, (8, 5.0)] * 100, [2, 4, 5], {"rtol": 0.1}),
+    "the machine was slower for a while": ((1, 2, 3), SLOWER, [1, 2, 3], {"atol": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", TAUGHT)
+def test_costs_separate_one_widths_share_from_the_common_one(case):
+    launch, steps_taken, learned, tolerance = TAUGHT[case]
+    cost = step_cost(launch, (1, 4, 8))
+    for width, seconds in steps_taken:
+        cost.observe(1, width, seconds)
+    cost.settle()
+    np.testing.assert_allclose(cost.of(1), learned, **({"rtol": 1e-7} | tolerance))
+
+
+@pytest.mark.parametrize(("seconds", "error"), [((50.0, 500.0), 0.15), ((0.5, 0.0), -0.15)])
+def test_a_disturbed_step_counts_only_up_to_a_limit(seconds: tuple[float, float], error: float) -> None:
+    """The relative error of one disturbed step counts as at most 15 % (`MOST`). A step of 5 s is expected here."""
+    for disturbed in seconds:
+        cost = make_cost()
+        cost.observe(4, 8, disturbed)
+        cost.settle()
+        common = 1 + 0.1 * error
+        np.testing.assert_allclose(cost.of(4), [common * 2, common * 6, common * (1 + 0.03 * error) * 5])
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 3.0])
+def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
+    """At launch a step took a third of the real 1 s, or three times as long. Every fourth real step takes 10 s."""
+    policy = Adaptive(WIDTHS, step_cost([factor * s for s in (1.0, 1.6, 2.4, 4.0)]))
+    for step in range(32):
+        policy.decide(["a"])
+        policy.cost.observe(1, 1, 10.0 if step % 4 == 2 else 1.0)
+    policy.decide(["a"])
+    np.testing.assert_allclose(policy.cost.of(1)[0], 1.0, rtol=0.25)
+
+
+class Certain(Acceptance):
+    """Stand-in for `Acceptance` with fixed estimates."""
+
+    def __init__(self, committed_N: Sequence[float]) -> None:
+        super().__init__(D)
+        self.committed_N = [0.0, *committed_N]
+
+    def expected(self, rids: Sequence[str]) -> list[float]:
+        return self.committed_N
+
+
+def widths_of(policy: Adaptive, n_steps: int) -> list[int]:
+    """Return the widths decided for one request whose outcomes are not observed."""
+    return [policy.decide(["a"]).width for _ in range(n_steps)]
+
+
+def committed(conditional: float) -> list[float]:
+    return [sum(conditional**i for i in range(width)) for width in range(1, N + 1)]
+
+
+costs = st.lists(st.floats(0.5, 8.0), min_size=len(WIDTHS), max_size=len(WIDTHS))
+
+
+def adaptive(committed_N: Sequence[float], seconds_W: Sequence[float]) -> Adaptive:
+    policy = Adaptive(WIDTHS, step_cost(seconds_W))
+    policy.acceptance = Certain(committed_N)
+    policy.drafted.update(("a", "another"))  # the first step of a new request would be a look
+    return policy
+
+
+@given(st.floats(0.05, 0.99), costs)
+def test_the_width_with_the_best_rate_is_chosen(conditional: float, seconds_W: list[float]) -> None:
+    """The first choice has the most tokens per second at any step costs, unless it is an almost free look."""
+    committed_N = committed(conditional)
+    rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(WIDTHS, seconds_W, strict=True)]
+    chosen = WIDTHS.index(adaptive(committed_N, seconds_W).decide(["a"]).width)
+    assert rate_W[chosen] >= max(rate_W) * (1 - 2 * EXPLORE) or chosen == len(WIDTHS) - 1
+    if chosen != len(WIDTHS) - 1:
+        assert rate_W[chosen] == max(rate_W)
+
+
+def test_a_local_minimum_does_not_hide_a_better_width() -> None:
+    """Widths 4 and 8 cost the same. At acceptance 0.98 width 4 is worse than width 2, and width 8 is the best."""
+    assert adaptive(committed(0.6), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 2
+    assert adaptive(committed(0.98), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 8
+
+
+def test_ties_go_to_the_widest() -> None:
+    for seconds_W, widest in (((1, 2, 4, 8), 8), ((9, 2, 4, 80), 4)):
+        policy = adaptive(range(1, N + 1), seconds_W)
+        assert widths_of(policy, 100) == [widest] * 100
+
+
+@given(st.floats(0.0, 0.99), costs)
+def test_exploring_costs_at_most_a_share_of_the_time(conditional: float, seconds_W: list[float]) -> None:
+    committed_N = committed(conditional)
+    policy = adaptive(committed_N, seconds_W)
+    chosen = [WIDTHS.index(policy.decide(["a"]).width) for _ in range(1000)]
+    seconds = sum(seconds_W[w] for w in chosen)
+    best = max(committed_N[width - 1] / seconds_W[w] for w, width in enumerate(WIDTHS))
+    lost = seconds - sum(committed_N[WIDTHS[w] - 1] for w in chosen) / best
+    assert lost <= EXPLORE * seconds + 1e-6
+
+
+def test_hopeless_widths_are_not_explored() -> None:
+    """At 10 % acceptance one of 1000 steps accepts all drafts of width 4. So width 8 could not pay even if all further
+    drafts were certain.
+    """
+    policy = adaptive(committed(0.1), (9.0, 9.0, 1.0, 1.8))
+    assert set(widths_of(policy, 5000)) == {4}
+    hopeful = adaptive(committed(0.9), (9.0, 9.0, 1.0, 1.8))
+    assert set(widths_of(hopeful, 5000)) == {4, 8}
+
+
+def test_at_most_one_block_is_saved_for_exploring() -> None:
+    """At first looks are nearly free, so the budget for looks grows to its limit, the 1.5 s of a whole block.
+
+    Then a look costs 0.5 s, so the budget pays for three looks.
+    """
+    policy = adaptive([1, 2, 3, 4, 4.5, 5, 5.5, 5.9999], (9.0, 9.0, 1.0, 1.5))
+    assert set(widths_of(policy, 5000)) == {8}
+    policy.acceptance = Certain([1, 2, 3, 4, 4, 4, 4, 4])
+    chosen = [policy.decide(["another"]).width for _ in range(20)]
+    assert chosen == [8] * 3 + [4] * 17
+
+
+@given(st.lists(steps(), max_size=30))
+def test_ranks_with_equal_input_decide_the_same(history: list[Step]) -> None:
+    ranks = [Adaptive(WIDTHS, step_cost((1, 2, 2.5, 4))) for _ in range(2)]
+    for rids, _, n_accepted_B in history:
+        decision, other = [rank.decide(rids) for rank in ranks]
+        assert decision == other
+        for rank in ranks:
+            rank.observe(rids, decision, [min(n, decision.width - 1) for n in n_accepted_B])
+    assert ranks[0].saved_s == ranks[1].saved_s
+
+
+def test_ranks_with_clocks_of_their_own_decide_the_same() -> None:
+    """Ranks measure different step times. `agree` replaces them by the first rank's."""
+    first = list[np.ndarray]()
+
+    def agree(rank: int) -> Callable[[np.ndarray], None]:
+        def at_rank(seconds_SW: np.ndarray) -> None:
+            first.append(seconds_SW.copy()) if rank == 0 else np.copyto(seconds_SW, first.pop())
+
+        return at_rank
+
+    launch = [{1: (1.0 + rank, 2.0, 2.5, 4.0)} for rank in range(2)]
+    ranks = [Adaptive(WIDTHS, StepCost(WIDTHS, launch[rank], agree(rank))) for rank in range(2)]
+    chosen = list[list[int]]()
+    for step in range(20 * SETTLE):
+        widths = []
+        for rank, policy in enumerate(ranks):
+            decision = policy.decide(["a"])
+            widths.append(decision.width)
+            policy.observe(["a"], decision, [min(step % 3, widths[-1] - 1)])
+            policy.cost.observe(1, widths[-1], 2.0 + rank + widths[-1] / 3)
+        chosen.append(widths)
+    assert all(a == b for a, b in chosen)
+    assert len({a for a, _ in chosen}) > 1, "the width never changed"
+
+
+@pytest.mark.parametrize(("n_requests", "n_looks"), [(1, 2), (8, 2)])
+def test_widths_follow_changes_of_acceptance(n_requests: int, n_looks: int) -> None:
+    """All drafts are accepted, then none, then all. The width drops within 64 steps and rises after `n_looks` looks."""
+    # Number of steps until the width drops, and between two looks. A look takes 4 s instead of the 1 s of width 1.
+    down, look = 64, 1 + round((4 - 1) / EXPLORE)
+    rids = [f"request-{i}" for i in range(n_requests)]
+    policy = Adaptive(WIDTHS, step_cost((1.0, 1.6, 2.4, 4.0)))
+
+    def run(n_steps: int, *, is_easy: bool) -> list[int]:
+        chosen = []
+        for _ in range(n_steps):
+            decision = policy.decide(rids)
+            chosen.append(decision.width)
+            policy.observe(rids, decision, [is_easy * (chosen[-1] - 1)] * n_requests)
+        return chosen
+
+    assert set(run(300, is_easy=True)) == {8}
+    hard = run(2000, is_easy=False)[down:]
+    assert set(hard) == {1, 8}
+    assert hard.count(1) >= 0.99 * len(hard)
+    easy = run(n_looks * look + 100, is_easy=True)
+    assert set(easy[n_looks * look :]) == {8}
+
+
+Rate = float  # tokens per second, relative to no speculation
+CHEAP = (1.0, 1.3, 1.5, 2.0)
+
+
+def served(
+    policy: Adaptive, accept: Sequence[float], n_requests: int, n_tokens: int, seconds_W: Sequence[float]
+) -> list[Rate]:
+    """Serve groups of `n_requests` one after the other and return each group's rate.
+
+    `accept`: the probability that a draft is accepted, by group.
+    """
+    rates, draws = [], np.random.default_rng(0)
+    for group, p in enumerate(accept):
+        rids = [f"{group}-{i}" for i in range(n_requests)]
+        left, seconds = [n_tokens] * n_requests, 0.0
+        while max(left) > 0:
+            decision = policy.decide(rids)
+            accepted = [int(np.cumprod(draws.random(decision.width - 1) < p).sum()) for _ in rids]
+            policy.observe(rids, decision, accepted)
+            left = [n - a - 1 for n, a in zip(left, accepted, strict=True)]
+            seconds += seconds_W[policy.widths.index(decision.width)]
+        rates.append(n_tokens / (seconds / seconds_W[0]))
+    return rates
+
+
+def test_every_request_is_explored_first() -> None:
+    """A look costs the time of one token, and a hopeless request has at most two looks: 2 % of its 100 tokens."""
+    policy = Adaptive(WIDTHS, step_cost(CHEAP))
+    assert min(served(policy, [0.0] * 20, 1, 100, CHEAP)[1:]) > 0.98
+    assert policy.decide(["new"]).width == N
+    assert policy.decide(["new"]).width == 1
+
+
+@pytest.mark.parametrize("before", [[0.0], [0.0] * 50, [0.0, 1.0] * 10])
+def test_an_easy_request_after_hopeless_ones_is_as_fast_as_its_repetition(before: list[float]) -> None:
+    *_, first, again = served(Adaptive(WIDTHS, step_cost(CHEAP)), [*before, 1.0, 1.0], 1, 87, CHEAP)
+    assert first >= 0.9 * again
+
+
+def test_a_batch_of_new_requests_explores_within_its_budget() -> None:
+    seconds_W = (1.0, 2.0, 3.0, 4.0)
+    hopeless = served(Adaptive(WIDTHS, step_cost(seconds_W)), [0.0] * 40, 8, 100, seconds_W)
+    assert np.mean(hopeless[4:]) >= 0.99 - 1e-3
+    *_, easy, again = served(Adaptive(WIDTHS, step_cost(seconds_W)), [0.0] * 8 + [1.0] * 2, 8, 87, seconds_W)
+    assert easy >= 0.8 * again
+
+
+def test_observations_affect_the_next_steps() -> None:
+    policy = Adaptive(WIDTHS, step_cost((1.0, 1.6, 2.4, 4.0)))
+    chosen = []
+    for _ in range(SETTLE // 2):
+        decision = policy.decide(["a"])
+        chosen.append(decision.width)
+        policy.observe(["a"], decision, [0])
+    assert chosen[0] == 8
+    assert chosen[-1] == 1
+
+
+def test_costs_are_learned_from_steps_without_drafts() -> None:
+    """A step without drafts takes a hundred times as long as at launch."""
+    policy = Adaptive((1, 8), step_cost((1.0, 10.0), (1, 8)))
+    policy.drafted.add("a")
+    chosen = []
+    for _ in range(40 * SETTLE):
+        chosen.append(policy.decide(["a"]).width)
+        policy.cost.observe(1, 1, 100.0)
+    assert set(chosen[: EARLY[0] - 1]) == {1}
+    assert chosen[-1] == 8
+
+
+def test_rest_factors_stay_one_with_one_kind_of_draft() -> None:
+    for rested in (False, True):
+        rhythm = Rhythm()
+        for _ in range(100):
+            rhythm.observe(rested, accepted=1.0, expected=4.0)
+        np.testing.assert_allclose(rhythm.factors(), 1.0, rtol=0.02)
+
+
+def test_rest_factors_are_accepted_over_expected() -> None:
+    rhythm = Rhythm()
+    for _ in range(2500):
+        for rested, accepted in ((False, 2.0), (True, 6.0)):
+            rhythm.observe(rested, accepted, expected=4.0)
+    after_draft, after_rest = rhythm.factors()
+    assert 0.5 <= after_draft < 0.75
+    assert 1.25 < after_rest <= 1.5
+
+
+def clustered(policy: Adaptive, n_tokens: int, seconds_W: Sequence[float]) -> tuple[float, Counter[int]]:
+    """Return one request's tokens per second and the number of steps at each width.
+
+    All drafts are accepted, except those of steps that begin within four tokens after a step with drafts.
+    """
+    seconds, place, hard_until, widths = 0.0, 0, 0, Counter[int]()
+    while place < n_tokens:
+        decision = policy.decide(["a"])
+        width = decision.width
+        n_accepted = width - 1 if place >= hard_until else 0
+        policy.observe(["a"], decision, [n_accepted])
+        place += n_accepted + 1
+        hard_until = place + 4 if width > 1 else hard_until
+        seconds += seconds_W[WIDTHS.index(width)]
+        widths[width] += 1
+    return place / seconds, widths
+
+
+def test_drafts_rest_where_consecutive_ones_fail() -> None:
+    """A step without drafts takes 1 s, a step with drafts 4 s. The best cycle commits 14 tokens in 10 s.
+
+    It is 6 steps (`REST`) without drafts, then one accepted block of 8.
+    """
+    seconds_W = (1.0, 4.0, 4.0, 4.0)
+    policy = Adaptive(WIDTHS, step_cost(seconds_W))
+    clustered(policy, 4000, seconds_W)
+    rate, widths = clustered(policy, 4000, seconds_W)
+    assert rate > 1.3
+    assert widths[1] / widths[8] == pytest.approx(REST, rel=0.2)
+
+
+def test_drafts_never_rest_without_width_one() -> None:
+    """A rest is steps of width 1, so without width 1 even a large benefit of a rest is ignored."""
+    for widths, rests in ((WIDTHS, True), (WIDTHS[1:], False)):
+        policy = Adaptive(widths, step_cost((1.0, 1.0, 4.0, 4.0)[-len(widths) :], widths))
+        policy.acceptance = Certain(committed(0.9))
+        for rested, accepted in ((False, 0.0), (True, 4.0)) * 1000:
+            policy.rhythm.observe(rested, accepted, expected=2.0)
+        assert (set(widths_of(policy, 100)) == {1, 8}) is rests
+        assert (policy.review.rest == REST) is rests
+
+
+def rhythmic(committed_N: Sequence[float]) -> Adaptive:
+    """Return a policy that expects half the mean acceptance right after a draft, and 1.5 times as much after a rest."""
+    policy = adaptive(committed_N, (1.0, 4.0, 4.0, 4.0))
+    policy.rhythm.factors = lambda: [0.5, 1.5]
+    return policy
+
+
+def test_exploring_drafts_do_not_rest() -> None:
+    """A look directly follows another step with drafts, and the next rest has its full length."""
+    policy = rhythmic(range(1, N + 1))
+    widths = widths_of(policy, 3000)
+    drafts = [i for i, width in enumerate(widths) if width > 1]
+    assert Counter(np.diff(drafts) - 1).keys() == {0, REST}
+
+
+def test_a_rested_draft_commits_no_more_than_its_width() -> None:
+    """On average all seven drafts are accepted. After a rest 1.5 times as many are expected, limited to seven."""
+    policy = rhythmic(range(1, N + 1))
+    drafts = {decision for decision in (policy.decide(["a"]) for _ in range(3000)) if decision.width > 1}
+    assert drafts == {Decision(8, 8.0, 7.0, rested=True), Decision(8, 1 + 7 / 2, 7.0, rested=False)}
+    seen = list[float]()
+    policy.rhythm.observe = lambda rested, accepted, expected: seen.append(expected)
+    for decision in drafts:
+        policy.observe(["a"], decision, [7])
+    assert seen == [7.0, 7.0], "factors are measured against the expectation without factors"
+
+
+def test_exploring_drafts_are_rested_where_nothing_is_drafted() -> None:
+    """On average 0.4 of seven drafts are accepted, and 0.6 after a rest: not worth a step of 4 s.
+
+    So only looks draft, and they expect the acceptance after a rest.
+    """
+    policy = rhythmic([1, *[1.4] * D])
+    (look,) = {decision for decision in (policy.decide(["a"]) for _ in range(1000)) if decision.width > 1}
+    assert look == (8, pytest.approx(1.6), pytest.approx(0.4), True)
