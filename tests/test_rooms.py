@@ -1,7 +1,9 @@
-"""Layers: a file may import only its own room and rooms on lower floors of `FLOORS`.
+"""Wings and rooms: who may import whom.
 
-A room is a folder of `sglang_dflash/`, a file at its top, or all of `kernels/`. Code is parsed, not imported. Imports
-inside functions and for type checkers count too. A folder of tests/unit has the name of the room that it tests.
+A wing is a folder of `sglang_dflash/`, a file at its top, or all of `kernels/`. A wing imports only wings that `BELOW`
+lists. A room is a folder or file of a wing, and imports only rooms of the wing on lower floors of `FLOORS`. Code is
+parsed, not imported. Imports inside functions and for type checkers count too. The folders of tests/unit mirror wings
+and rooms.
 """
 
 import ast
@@ -13,17 +15,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# Rooms by floor, from the top floor down.
-FLOORS = (
-    {"plugin", "__main__"},
-    {"prove", "demo"},
-    {"check", "recipe", "pages", "worker", "hooks", "rehearsal", "bench", "train"},
-    {"config", "cpu", "metrics", "tiny"},
-    {"stages", "host", "capacity", "model", "mlx", "models", "servers"},
-    {"width", "draft", "memory"},
-    {"step", "flags", "errors", "cli", "sglang_dflash_kernels", "sglang_dflash"},
-)
-HEIGHT = {room: len(FLOORS) - n for n, rooms in enumerate(FLOORS) for room in rooms}
+GROUND = {"sglang_dflash", "flags", "errors", "cli", "sglang_dflash_kernels"}  # import nothing but one another
+# Wing -> wings, or rooms of wings, that it may import, besides the ground.
+BELOW: dict[str, tuple[str, ...]] = {
+    "plugin": ("engine", "platforms", "tools"),
+    "__main__": (),
+    "tools": ("engine", "platforms", "reference", "pairs"),
+    "train": ("engine.draft", "engine.host", "reference", "pairs"),
+    "platforms": ("engine",),
+    "reference": ("engine.draft",),
+    "pairs": ("engine", "reference"),
+    "engine": (),
+}
+# Wing -> rooms by floor, from the top floor down.
+FLOORS: dict[str, tuple[set[str], ...]] = {
+    "tools": ({"prove", "demo"}, {"check", "recipe", "pages", "bench"}, {"capacity"}),
+    "platforms": ({"rehearsal"}, {"cpu"}),
+    "reference": ({"torch", "mlx"},),
+    "pairs": ({"tiny", "smollm2"}, {"servers"}),
+    "engine": ({"worker", "hooks"}, {"config", "metrics"}, {"stages", "host"}, {"width", "draft", "memory"}, {"step"}),
+}
 
 
 @cache
@@ -60,21 +71,31 @@ def arrows() -> dict[str, set[str]]:
     return found
 
 
-def room(module: str) -> str:
-    first, *rest = module.split(".")
-    return rest[0] if first == "sglang_dflash" and rest else first
+def place(module: str) -> tuple[str, str]:
+    """Return the wing and the room of a module; room "": the wing is a file, or the module is the wing's `__init__`."""
+    package, *rest = module.split(".")
+    wing, room = ([*rest, "", ""] if package == "sglang_dflash" and rest else [package, ""])[:2]
+    return wing, room if wing in FLOORS else ""
 
 
 def complaint(module: str, other: str) -> str:
-    here, there = room(module), room(other)
-    if here == there or HEIGHT[there] < HEIGHT[here]:
+    """Return a sentence if `module` may not import `other`; else ""."""
+    (wing, room), (wing_below, room_below) = place(module), place(other)
+    if wing == wing_below:
+        floors = {name: n for n, names in enumerate(FLOORS.get(wing, ())) for name in names}
+        if room == room_below or floors.get(room, -1) < floors.get(room_below, -1):
+            return ""
+        return f"{module} imports {other}: {room_below} is not below {room}"
+    if wing_below in GROUND or {wing_below, f"{wing_below}.{room_below}"} & set(BELOW.get(wing, ())):
         return ""
-    return f"{module} imports {other}: {there} is not below {here}"
+    return f"{module} imports {other}: {wing} may not import {wing_below}"
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room(module) for module in files()} == set(HEIGHT)
-    assert len(FLOORS) <= 7
+def test_every_wing_and_room_has_a_place() -> None:
+    places = {place(module) for module in files()}
+    assert {wing for wing, _ in places} == set(BELOW) | GROUND
+    for wing, floors in FLOORS.items():
+        assert {room for there, room in places if there == wing and room} == set().union(*floors)
 
 
 @pytest.mark.parametrize("module", sorted(files()))
@@ -89,32 +110,39 @@ def test_imports_have_no_cycle() -> None:
 def misplaced(paths: Iterable[str], rooms: set[str]) -> list[str]:
     """Return misplaced files of `tests`.
 
-    In tests/unit only tests are allowed, at its top or in a folder with a room's name. At the top of tests/server only
+    In tests/unit only tests are allowed, at its top or in a folder of a wing or room. At the top of tests/server only
     tests are allowed too.
     """
 
     def is_misplaced(folder: str, *rest: str) -> bool:
         *folders, name = rest
         is_test = name.startswith("test_") or name == "conftest.py"
-        in_a_room = len(folders) < 2 and set(folders) <= rooms
+        in_a_room = not folders or "/".join(folders) in rooms
         return (folder == "unit" and not (in_a_room and is_test)) or (folder == "server" and not (folders or is_test))
 
     return [path for path in paths if path.count("/") and is_misplaced(*path.split("/"))]
 
 
 def test_tests_are_in_the_folder_of_their_room() -> None:
-    rooms = {path.parent.name for path in (ROOT / "sglang_dflash").glob("*/__init__.py")}
-    tests = ROOT / "tests"
+    package, tests = ROOT / "sglang_dflash", ROOT / "tests"
+    rooms = {str(path.parent.relative_to(package)) for path in package.rglob("__init__.py")}
     assert misplaced((str(path.relative_to(tests)) for path in tests.rglob("*.py")), rooms) == []
 
 
 def test_misplaced_files_and_bad_imports_are_found() -> None:
-    in_place = ["conftest.py", "unit/test_a.py", "unit/draft/test_b.py", "server/test_c.py", "server/lib/d.py"]
-    assert misplaced(in_place, {"draft"}) == []
-    out_of_place = ["unit/lib/test_a.py", "unit/a.py", "unit/draft/b.py", "unit/draft/draft/test_b.py", "server/d.py"]
-    assert misplaced(out_of_place, {"draft"}) == out_of_place
-    assert complaint("sglang_dflash.engine.memory.slots", "sglang_dflash.engine.stages.state") != ""
-    assert complaint("sglang_dflash.engine.stages.state", "sglang_dflash.engine.memory.slots") == ""
+    in_place = ["conftest.py", "unit/test_a.py", "unit/engine/draft/test_b.py", "server/test_c.py", "server/lib/d.py"]
+    assert misplaced(in_place, {"engine", "engine/draft"}) == []
+    out_of_place = ["unit/lib/test_a.py", "unit/a.py", "unit/engine/draft/b.py", "unit/draft/test_b.py", "server/d.py"]
+    assert misplaced(out_of_place, {"engine", "engine/draft"}) == out_of_place
+    bad = [
+        ("engine.memory.slots", "engine.stages.state"),
+        ("engine.draft.files", "tools.pages"),
+        ("reference.torch.draft", "engine.host.names"),
+        ("flags", "engine.step"),
+        ("platforms.cpu.gdn", "pairs.tiny.pairs"),
+    ]
+    good = [("engine.stages.state", "engine.memory.slots"), ("tools.pages", "flags"), ("train.draft", "engine.draft.x")]
+    assert [pair for pair in (*bad, *good) if complaint(*(f"sglang_dflash.{name}" for name in pair))] == bad
     assert list(imported("def f():\n    from a.b import c\nimport d.e")) == ["d.e", "a.b.c"]
     with pytest.raises(CycleError):
         TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
