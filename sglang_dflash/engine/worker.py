@@ -262,7 +262,8 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
     ) -> GenerationBatchResult:
         """Run one DFlash step. The host waits for the device only if a request needs this, e.g. for its grammar."""
-        stages, rids = self.stages, [req.rid for req in batch.reqs]
+        stages: Stages = self.stages
+        rids = [req.rid for req in batch.reqs]
         width = self.width.decide(rids)
         plan = stages.planner.plan(batch, width)
         stages.context_kv.before_draft(plan)
