@@ -30,7 +30,7 @@ class Accepted(NamedTuple):
 
 
 def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
-    """Define `accept`, in plain torch."""
+    """Define `accept`, in PyTorch."""
     agrees_BD = tokens_BN[:, 1:] == target_BN[:, :-1]  # D = N-1 drafts
     n_accepted_B1 = agrees_BD.int().cumprod(dim=1).sum(dim=1, keepdim=True)
     slot_N = torch.arange(target_BN.shape[1], device=target_BN.device)

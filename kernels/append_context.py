@@ -87,7 +87,7 @@ def append_context_ref(
     key: KeyTransform,
     n_kept_B: torch.Tensor | None = None,
 ) -> None:
-    """Define `append_context`, in plain torch."""
+    """Define `append_context`, in PyTorch."""
     if n_kept_B is not None:
         slot_N = torch.arange(len(k_TLGE) // max(len(n_kept_B), 1), device=n_kept_B.device)
         kept_T = (slot_N < n_kept_B[:, None]).flatten().nonzero()[:, 0]

@@ -27,7 +27,7 @@ MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def block_conv_ref(
     x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """Define `block_conv`, in plain torch."""
+    """Define `block_conv`, in PyTorch."""
     T, S, J = change_TSJ.shape
     group_size = x_TH.shape[1] // J
     out_TH = torch.zeros_like(x_TH, dtype=torch.float32)

@@ -69,7 +69,7 @@ class Copied(NamedTuple):
 
 
 def copy_draft_ref(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Define `copy_draft`, in plain torch."""
+    """Define `copy_draft`, in PyTorch."""
     B, N = tokens_BN.shape
     drafted_BN, place_B = tokens_BN.clone(), torch.full((B,), N - 1, dtype=torch.int32)
     source_BD, length_BD = (torch.full((B, N - 1), value, dtype=torch.int32) for value in (-1, 0))

@@ -59,7 +59,7 @@ def scaling(counts_PNV: torch.Tensor, asked: Asked) -> torch.Tensor:
 def penalise_ref(
     logits_BNV: torch.Tensor, tokens_BN: torch.Tensor, n_output_P: torch.Tensor, counts_RV: torch.Tensor, asked: Asked
 ) -> None:
-    """Define `penalise`, in plain torch."""
+    """Define `penalise`, in PyTorch."""
     drafts_PD = tokens_BN[asked.index_P, 1:]
     P, N, V = len(asked.index_P), *logits_BNV.shape[1:]
     counts_PNV = counts_RV.new_zeros(P, N, V)

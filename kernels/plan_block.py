@@ -37,7 +37,7 @@ def plan_block_ref(
     mask_token_id: int,
     n_tokens: int,
 ) -> PlannedBlock:
-    """Define `plan_block`, in plain torch."""
+    """Define `plan_block`, in PyTorch."""
     last = req_to_token_QM.shape[1] - 1
     tokens_BN = pad(anchor_B[:, None], (0, n_tokens - 1), value=mask_token_id)
     positions_BN = prefix_len_B[:, None] + torch.arange(n_tokens, device=anchor_B.device)

@@ -36,7 +36,7 @@ def select_path_ref(
     predecessor_VR: torch.Tensor,
     successor_VR: torch.Tensor,
 ) -> torch.Tensor:
-    """Define `select_path`, in plain torch."""
+    """Define `select_path`, in PyTorch."""
     B, D, _ = candidates_BDK.shape
     drafts_BD = candidates_BDK.new_zeros(B, D)
     for b in range(B):

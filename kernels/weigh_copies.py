@@ -48,7 +48,7 @@ def weigh_copies_ref(
     *,
     totals_K2: torch.Tensor,
 ) -> None:
-    """Define `weigh_copies`, in plain torch."""
+    """Define `weigh_copies`, in PyTorch."""
     B, N = tokens_BN.shape
     for b in range(B):
         row, n = int(texts.rows_B[b]), int(texts.prefix_len_B[b])

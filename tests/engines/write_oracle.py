@@ -1,4 +1,4 @@
-"""Write `oracle.json`: tokens and accepted drafts of every step of plain torch, for `cases.CASES`.
+"""Write `oracle.json`: tokens and accepted drafts of every step of the PyTorch reference, for `cases.CASES`.
 
     python -m tests.engines.write_oracle
 

@@ -41,7 +41,8 @@ MAX_LIVE, MIN_LIVE = 4, 3
 # Bytes that must be available to start a fourth server. A server with two ranks takes 3 GiB, and two test processes may
 # start one each.
 ROOM = 6 * 2**30
-# Defaults of the plugin's servers: whole blocks without n-gram copies, so that steps can be compared with plain torch.
+# Defaults of the plugin's servers: whole blocks without n-gram copies, so that steps can be compared with the
+# PyTorch reference.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
 AS_USERS = {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -212,7 +213,7 @@ def ours(server: Callable) -> Server:
 
 @pytest.fixture
 def whole(server: Callable) -> Server:
-    """Return a server that verifies whole blocks without copies, so that its steps equal those of plain torch."""
+    """Return a server that verifies whole blocks without copies. Its steps equal those of the PyTorch reference."""
     return server(flags=VARIANTS["hybrid"].flags)
 
 

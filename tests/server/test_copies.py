@@ -1,4 +1,4 @@
-"""Blocks extended by n-gram copies: answers equal the target's, and steps equal those of plain torch with copies."""
+"""Blocks extended by n-gram copies: answers equal the target's, steps those of the PyTorch reference with copies."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     draft_window: int | None = None
     page_size: int = 1
     full: bool = True
-    knows_steps: bool = True  # False: the width varies, so steps are not compared with plain torch
+    knows_steps: bool = True  # False: the width varies, so steps are not compared with the PyTorch reference
     width: int | None = None  # verify width in tokens; None: the block size
 
 

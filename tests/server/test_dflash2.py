@@ -1,6 +1,6 @@
 """DFlash 2 drafts against SGLang's built-in worker: the same tokens, in the same steps.
 
-`test_exact.py` compares DFlash 2 drafts with plain torch, and `test_rehearsal.py` does so with captured graphs.
+`test_exact.py` compares DFlash 2 drafts with the PyTorch reference, as does `test_rehearsal.py` with captured graphs.
 """
 
 from collections.abc import Callable

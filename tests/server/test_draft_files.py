@@ -1,7 +1,7 @@
 """Drafts in the format of the `speculators` library, targets overridden by launch flags, and targets loaded later.
 
-Tokens must equal the target's own. Steps, where compared, must equal those of plain torch. Users reported failures with
-such drafts and targets.
+Tokens must equal the target's own. Steps, where compared, must equal those of the PyTorch reference. Users reported
+failures with such drafts and targets.
 """
 
 import json

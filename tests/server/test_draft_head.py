@@ -1,4 +1,4 @@
-"""Drafts from an fp8 copy of the head: answers are the target's, steps those of plain torch with a rounded head."""
+"""Drafts from an fp8 copy of the head: the target's answers, and the PyTorch reference's steps with a rounded head."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -71,7 +71,7 @@ def clean(serving: Serving) -> Iterator[None]:
 
 
 def test_one_at_a_time(serving: Serving) -> None:
-    """If the variant `knows_steps`, as many steps must accept n drafts as in plain torch, for every n."""
+    """If the variant `knows_steps`, as many steps must accept n drafts as in the PyTorch reference, for every n."""
     answers = serving.server.generate_many(serving.prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
     assert tokens_of(answers) == serving.expected
     if serving.variant.knows_steps:
@@ -81,7 +81,7 @@ def test_one_at_a_time(serving: Serving) -> None:
 
 
 def test_drafts_at_changing_widths_are_plain_torchs(serving: Serving) -> None:
-    """Compare the accepted drafts of each step with plain torch.
+    """Compare the accepted drafts of each step with the PyTorch reference.
 
     A step of one token writes its context K/V late. Enough of the compared steps must follow such a step.
     """
@@ -163,7 +163,7 @@ def test_long_conversation_resumes_from_the_cache(serving: Serving, questions: C
 
 
 def test_window_fills_up_again_after_a_hit(serving: Serving, questions: Callable) -> None:
-    """Steps after a cache hit must equal those of plain torch.
+    """Steps after a cache hit must equal those of the PyTorch reference.
 
     A windowed draft's ring lacks the cached prefix. Without a window the draft's K/V are cached with the target's.
     """

@@ -2,8 +2,8 @@
 
 Each family has a target of random weights, and a draft trained on the target's answers (`lib/families.py`).
 Transformers, the server without speculation and this plugin must give the same answers. For each answer, as
-many decode steps must accept n drafts as in plain torch, for every n. Families that SGLang serves only on GPUs run
-under GPU emulation (`sglang_dflash.platforms.rehearsal`), with a GPU's attention backend and captured graphs.
+many decode steps must accept n drafts as in the PyTorch reference, for every n. Families that SGLang serves only on
+GPUs run under GPU emulation (`sglang_dflash.platforms.rehearsal`), with a GPU's attention backend and captured graphs.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ DIFFERENT_TOKENS = 8.0  # least number of different tokens in an answer, on aver
 
 
 class Served(NamedTuple):
-    """A family and its prompts; `expected` has plain torch's steps for each prompt, the prefill first."""
+    """A family and its prompts; `expected` has the reference's steps for each prompt, the prefill first."""
 
     family: Family
     pair: Pair

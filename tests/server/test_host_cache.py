@@ -2,8 +2,8 @@
 
 Without the draft's K/V answers would still be right, but fewer drafts would be accepted. So steps are compared too.
 Without a draft window, a step after a prefix from the host accepts as many drafts as after a full prefill. With a
-window, the draft's ring lacks the prefix. Then a step accepts as many drafts as plain torch does without this prefix
-(`n_unseen`).
+window, the draft's ring lacks the prefix. Then a step accepts as many drafts as the PyTorch reference does without
+this prefix (`n_unseen`).
 """
 
 from collections.abc import Callable, Iterator

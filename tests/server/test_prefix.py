@@ -2,7 +2,8 @@
 
 Without a draft window the draft's context K/V are in the target's KV slots. So they are cached with the prefix, and a
 step after a cache hit accepts as many drafts as after a full prefill. With a window they are in a ring per request,
-which lacks the cached prefix. Then a step accepts as many drafts as plain torch does without this prefix (`n_unseen`).
+which lacks the cached prefix. Then a step accepts as many drafts as the PyTorch reference does without this prefix
+(`n_unseen`).
 """
 
 from collections.abc import Callable, Sequence

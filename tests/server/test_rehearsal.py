@@ -1,6 +1,6 @@
 """GPU emulation on a CPU: captured graphs and GPU attention backends change neither answers nor steps.
 
-A wrong draft changes no answer, so the steps of every request are compared with those of plain torch.
+A wrong draft changes no answer, so the steps of every request are compared with those of the PyTorch reference.
 """
 
 import re

@@ -193,7 +193,7 @@ def test_unknown_tensor_is_refused(whole: Server, questions: Callable) -> None:
 def test_draft_uses_head_of_updated_target(whole: Server, off: Server, questions: Callable) -> None:
     """Update the target's head and embedding, which the draft uses.
 
-    Afterwards steps must equal those of plain torch, and answers those without speculation.
+    Afterwards steps must equal those of the PyTorch reference, and answers those without speculation.
     """
     prompts, original = questions(3, seed=13), load_file(HYBRID.target / "model.safetensors")
     names = [name for name in original if "lm_head" in name or "embed_tokens" in name]

@@ -1,6 +1,6 @@
 """Reader of a draft checkpoint without its weights: `config.json` and the headers of its safetensors files.
 
-The server, the plain torch model, the trainer and the MLX model read drafts with this module. It checks that fields are
+The server, the PyTorch reference, the trainer and the MLX model read drafts with this module. It checks that fields are
 present and agree with each other, and that the config is not another drafter's. The files must contain exactly the
 tensors that the fields imply, apart from unused ones (`files.BORROWED`). `read` accepts configs that
 `Checkpoint.to_json` writes. No code of a checkpoint is executed. This module uses neither flags nor SGLang.

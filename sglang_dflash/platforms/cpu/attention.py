@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: decode, extend, DFlash's verify (a causal chain) and its draft block.
+"""Paged attention in PyTorch: decode, extend, DFlash's verify (a causal chain) and its draft block.
 
 Decode, verify and the draft block gather the keys of several requests into one rectangle, padded to the longest
 request, and mask the padding. So one attention call per layer serves several requests, as many as fit in MAX_RECTANGLE.

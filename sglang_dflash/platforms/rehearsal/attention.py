@@ -1,4 +1,4 @@
-"""Reference for the GPU's paged attention kernels in plain torch, one request at a time.
+"""Reference for the GPU's paged attention kernels in PyTorch, one request at a time.
 
 `attend` is the definition. This module has FlashAttention's two entry points as SGLang calls them. `flashinfer.py` and
 `trtllm.py` have the entry points of FlashInfer and TensorRT-LLM. Entry points check the kernels' requirements on

@@ -59,7 +59,7 @@ def _weigh_norms(model: torch.nn.Module) -> None:
 
 
 def experts() -> Any:
-    """Return SGLang's plain torch form of MoE experts as one launch, because this form reads the routing on the host.
+    """Return SGLang's PyTorch form of MoE experts as one launch, because this form reads the routing on the host.
 
     Weights for `triton_kernels` (gpt-oss) have their last two dimensions exchanged.
     """

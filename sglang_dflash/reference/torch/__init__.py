@@ -1,4 +1,4 @@
-"""DFlash in plain torch: the draft model, and speculative generation with Transformers targets.
+"""DFlash in PyTorch: the draft model, and speculative generation with Transformers targets.
 
     from sglang_dflash.reference.torch import DraftModel
 

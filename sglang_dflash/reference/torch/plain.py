@@ -1,4 +1,4 @@
-"""Target and draft in plain torch, and generation with the target alone: the baseline for speculation."""
+"""Target and draft in PyTorch, and generation with the target alone: the baseline for speculation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from sglang_dflash.reference.torch.target import check_pair, stop_token_ids
 
 @dataclass(frozen=True)
 class Models:
-    """Target, draft and tokenizer in Transformers and plain torch."""
+    """Target, draft and tokenizer in Transformers and PyTorch."""
 
     target: PreTrainedModel
     draft: DraftModel

@@ -16,7 +16,7 @@ from sglang_dflash.reference.torch.generate import Options, spec_steps
 
 
 class DraftModel(Draft):
-    """DFlash draft in plain torch, for inference and training."""
+    """DFlash draft in PyTorch, for inference and training."""
 
     def spec_generate(
         self,

@@ -37,7 +37,7 @@ examples:
     sglang-dflash bench --serve --require-equal --arms off ours ours:SGLANG_DFLASH_WIDTHS=16 -- ...
   the speed table of the tiny pair, on CPU cores
     sglang-dflash bench --preset readme
-  no server: plain torch
+  no server: PyTorch
     sglang-dflash bench --backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16
 """
 
@@ -162,7 +162,7 @@ def _add_who(add: Add) -> None:
     add(
         "--backend",
         choices=[*ServerKind, TRANSFORMERS],
-        help="kind of the servers (default: detected); transformers: plain torch in this process, no server",
+        help="kind of the servers (default: detected); transformers: PyTorch in this process, no server",
     )
     add(
         "--model",

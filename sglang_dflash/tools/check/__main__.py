@@ -26,7 +26,7 @@ def help_text() -> str:
     """Return the help: the forms, this command's options, and those of `--gpu-memory`."""
     parser = Parser(prog="sglang-dflash check", usage=FORMS, description=usage, formatter_class=RawHelp)
     own = parser.add_argument_group("options")
-    drafts = "with launch flags: draft N blocks in plain torch, and print the share of accepted first drafts"
+    drafts = "with launch flags: draft N blocks in PyTorch, and print the share of accepted first drafts"
     own.add_argument("--draft-steps", type=count, metavar="N", help=drafts)
     own.add_argument(
         "--server",

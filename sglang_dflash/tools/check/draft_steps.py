@@ -1,4 +1,4 @@
-"""Acceptance of a draft on one answer of the target, in plain torch: with slots as in DFlash, and shifted by one.
+"""Acceptance of a draft on one answer of the target, in PyTorch: with slots as in DFlash, and shifted by one.
 
 In DFlash, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. In some other
 drafters slot 0 already predicts the token after the anchor. If such a drafter is loaded as DFlash, hardly any draft is

@@ -3,7 +3,7 @@
     plugin      pytest hooks of the processes that run checks: descriptions, time limits, findings of checks
     report      pytest hooks of the process that collects results: table and JSON document
     machine     the GPU, real or emulated, and flags that serve a pair on it
-    served      servers, prompts, and plain torch's answers
+    served      servers, prompts, and the PyTorch reference's answers
     environment, inside, ops, draft_graph, outside
                 the checks, functions called `check_...`; each file's checks run in a separate process
     distribution

@@ -1,6 +1,6 @@
 """Checks of servers whose steps the probe records (`probe.py`), and of their answers.
 
-Such a server is called watched. Its answers are compared with those of plain torch.
+Such a server is called watched. Its answers are compared with those of the PyTorch reference.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class Setting(NamedTuple):
     draw: Draw = held_out
 
 
-# With this environment a server drafts and verifies the same tokens as plain torch.
+# With this environment a server drafts and verifies the same tokens as the PyTorch reference.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
 WITH_COPIES = WHOLE_BLOCKS | {"SGLANG_DFLASH_COPY": "on"}
 SETTINGS = {
@@ -64,7 +64,7 @@ def watched(place: Place, request: pytest.FixtureRequest) -> Watched:
 
 @pytest.fixture(scope="module")
 def reference(place: Place, watched: Watched) -> Reference:
-    """Return plain torch's answers, computed after the watched server has ended."""
+    """Return the PyTorch reference's answers, computed after the watched server has ended."""
     return served.by_plain_torch(place, watched.prompts, copies=watched.copies)
 
 
@@ -89,7 +89,10 @@ def check_drafts(watched: Watched, found: Found) -> None:
 
 
 @watching(
-    "steps", "the acceptance length equals plain torch's, for one request and for several", whole_blocks=8, copies=8
+    "steps",
+    "the acceptance length equals the PyTorch reference's, for one request and for several",
+    whole_blocks=8,
+    copies=8,
 )
 def check_steps(place: Place, watched: Watched, reference: Reference, found: Found) -> None:
     ours = {c: [served.histogram(one) for one in answers] for c, answers in watched.answers.items()}
@@ -98,11 +101,12 @@ def check_steps(place: Place, watched: Watched, reference: Reference, found: Fou
     equal = [a == b for answers in ours.values() for a, b in zip(answers, reference.histograms, strict=True)]
     numbers = {"plain_torch": round(plain, 4), "served": dict(zip(ours, (round(x, 4) for x in measured), strict=True))}
     near = all(abs(length / plain - 1) <= STEPS_WITHIN for length in measured)
-    text = f"{plain:.3f} tokens a step by plain torch, {shown}; {sum(equal)} of {len(equal)} answers have equal counts"
+    equal_ones = f"{sum(equal)} of {len(equal)} answers have equal counts"
+    text = f"{plain:.3f} tokens a step by the PyTorch reference, {shown}; {equal_ones}"
     found(Finding(text, numbers, all(equal) if place.exact else near))
 
 
-@watching("answers", "greedy answers equal plain torch's", whole_blocks=8, copies=8)
+@watching("answers", "greedy answers equal the PyTorch reference's", whole_blocks=8, copies=8)
 def check_answers(place: Place, watched: Watched, reference: Reference, found: Found) -> None:
     tie = served.near_tie(place)
     tokens = {c: [one.token_ids for one in answers] for c, answers in watched.answers.items()}

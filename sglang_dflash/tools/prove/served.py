@@ -1,4 +1,4 @@
-"""Servers of the checked pair (`Place.pair`), their answers to prompts, and plain torch's answers."""
+"""Servers of the checked pair (`Place.pair`), their answers to prompts, and the PyTorch reference's answers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,7 +115,7 @@ class Reference(NamedTuple):
 
 
 def by_plain_torch(place: Place, prompts: Sequence[Sequence[int]], *, copies: bool) -> Reference:
-    """Compute the pair's answers in plain torch, on the GPU if there is one."""
+    """Compute the pair's answers in PyTorch, on the GPU if there is one."""
     models = plain.load(str(place.pair.target), str(place.pair.draft))
     options = Options(max_new_tokens=n_new(place), stop_token_ids=models.stop_token_ids, copies=copies)
 

@@ -1,4 +1,4 @@
-"""Expected tokens of an answer from Transformers, and expected steps from the plain-torch DFlash."""
+"""Expected tokens of an answer from Transformers, and expected steps from the PyTorch reference."""
 
 from __future__ import annotations
 

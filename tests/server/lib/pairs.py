@@ -13,7 +13,7 @@ from tests.server.lib.variants import WINDOW, Variant
 def pair_of(row: Variant | Rehearsal, folder: Path) -> Pair:
     """Return a tiny pair. If the row has `draft_layers`, the draft is a copy in `folder` with these layer types.
 
-    The copy's drafts are accepted less often, which the tests allow, because they compare steps with plain torch. Its
+    The copy's drafts are accepted less often. The tests allow that, because they compare steps with the reference. Its
     sliding layers have a window of 64 tokens, own token included. With `both_ways` they are non-causal in the block.
     """
     pair = (SECOND if row.second else PAIRS)[row.target]

@@ -1,6 +1,6 @@
 """Server configurations of `test_rehearsal.py`, under GPU emulation: attention backends, captured graphs, streams.
 
-Answers, and steps if `knows_steps`, are compared with plain torch at concurrency 1, 3 and 8. A graph captured
+Answers, and steps if `knows_steps`, are compared with the PyTorch reference at concurrency 1, 3 and 8. A graph captured
 for 4 requests also runs batches of 3, padded.
 """
 
@@ -49,7 +49,7 @@ class Rehearsal(NamedTuple):
     draft_layers: tuple[str, ...] = ()
     both_ways: bool = False  # sliding layers are non-causal in the block
     second: bool = False  # the DFlash 2 draft
-    # False: steps are not compared with plain torch. The verify width varies, or the backend has another window.
+    # False: steps are not compared with the reference. The verify width varies, or the backend has another window.
     knows_steps: bool = True
     n_prompts: int = 12
     max_new_tokens: int = 64
@@ -117,7 +117,7 @@ REHEARSALS = {
     "flashinfer-graphs-pages-window": Rehearsal((*FLASHINFER, *GRAPHS, *PAGES, *TRACK, *window(64)), draft_window=64),
     "flashinfer-graphs-window": Rehearsal((*FLASHINFER, *GRAPHS, *TRACK, *window(64)), draft_window=64),
     "flashinfer-graphs-widths": Rehearsal((*FLASHINFER, *GRAPHS, *TRACK), SM90_WIDTHS, knows_steps=False),
-    # FlashInfer's sliding layers attend to up to N - 1 tokens before the window, so steps may differ from plain torch.
+    # FlashInfer's sliding layers attend to up to N - 1 tokens before the window, so steps may differ.
     "flashinfer-graphs-sliding": Rehearsal(
         (*FLASHINFER, *GRAPHS), target="dense", draft_layers=(SLIDING, FULL), knows_steps=False
     ),

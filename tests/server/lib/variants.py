@@ -16,8 +16,8 @@ class Variant(NamedTuple):
     draft_layers: tuple[str, ...] = ()  # layer types of the draft; (): as in training
     both_ways: bool = False  # sliding layers are non-causal in the block
     second: bool = False  # the DFlash 2 draft
-    # False: steps are not compared with plain torch. Retraction repeats steps, a window is rounded up to pages, or the
-    # verify width varies.
+    # False: steps are not compared with the reference. Retraction repeats steps, a window is rounded up to pages, or
+    # the verify width varies.
     knows_steps: bool = True
     traces_widths: bool = False  # the server writes a trace: width and accepted drafts of each step
 

@@ -1,4 +1,4 @@
-"""Server and plain-torch draft must read equal fields from a config.json, also from one that the draft has saved.
+"""Server and PyTorch reference must read equal fields from a config.json, also from one that the draft has saved.
 
 Both must refuse the same files.
 """

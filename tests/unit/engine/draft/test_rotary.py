@@ -1,4 +1,4 @@
-"""A draft's rotary table must equal plain torch's, also at positions past the training length."""
+"""A draft's rotary table must equal the PyTorch reference's, also at positions past the training length."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""DFlash 2's convolution and candidate selector in SGLang's form must equal those of the plain-torch draft."""
+"""DFlash 2's convolution and candidate selector in SGLang's form must equal those of the PyTorch reference."""
 
 from types import SimpleNamespace
 from typing import Any, cast

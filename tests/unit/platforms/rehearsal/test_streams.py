@@ -320,7 +320,7 @@ def test_a_launch_reads_device_memory_without_the_host(watched: Watch) -> None:
 
 
 def test_a_launch_that_copies_to_the_host_stays_on_its_stream(watched: Watch, whose: None) -> None:
-    """A plain torch replacement of a kernel may call `.cpu()`, as SGLang's MoE experts do.
+    """A PyTorch form of a kernel may call `.cpu()`, as SGLang's MoE experts do.
 
     The call is part of the launch, and must not count as a wait of the host. On a GPU the kernel makes no such call.
     """

@@ -1,4 +1,4 @@
-"""The draft's forward in plain torch must equal its definition. Saved drafts must load unchanged."""
+"""The draft's forward in PyTorch must equal its definition. Saved drafts must load unchanged."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Benchmark with `--backend transformers`, which runs in plain torch without a server, on the tiny dense pair."""
+"""Benchmark with `--backend transformers`, which runs in PyTorch without a server, on the tiny dense pair."""
 
 import json
 from pathlib import Path

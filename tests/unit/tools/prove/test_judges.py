@@ -177,7 +177,7 @@ def test_answers_are_compared_with_plain_torch() -> None:
     ],
 )
 def test_steps_are_compared_with_plain_torch(where: Place, histogram: tuple[int, ...], holds: bool) -> None:
-    """Steps in the emulation must equal those of plain torch. On a GPU the acceptance length may differ by 10 %."""
+    """In the emulation steps must equal the reference's. On a GPU the acceptance length may differ by 10 %."""
     plain = reference(0.0, histograms=[{2: 3}, {2: 3}])
     found = finding(inside.check_steps, where, watched(ANSWERS, histogram), plain)
     assert found.holds is holds
