@@ -31,8 +31,8 @@ PROGRAMS = {
     "bench": "sglang_dflash.tools.bench.__main__:main",
     "prove": "sglang_dflash.tools.prove.__main__:main",
     "train": "sglang_dflash.train.__main__:main",
-    "models": "sglang_dflash.pairs.smollm2.__main__:main",
-    "mlx": "sglang_dflash.reference.mlx.__main__:main",
+    "models": "sglang_dflash.tools.models:main",
+    "mlx": "sglang_dflash.tools.mlx:main",
     "dashboard": "sglang_dflash.tools.pages:dashboard",
     "docs": "sglang_dflash.tools.pages:docs",
 }

@@ -29,7 +29,7 @@ BELOW: dict[str, tuple[str, ...]] = {
 }
 # Wing -> rooms by floor, from the top floor down.
 FLOORS: dict[str, tuple[set[str], ...]] = {
-    "tools": ({"prove", "demo"}, {"check", "recipe", "pages", "bench"}, {"capacity"}),
+    "tools": ({"prove", "demo"}, {"check", "recipe", "pages", "bench", "models", "mlx"}, {"capacity"}),
     "platforms": ({"rehearsal"}, {"cpu"}),
     "reference": ({"torch", "mlx"},),
     "pairs": ({"tiny", "smollm2"}, {"servers"}),

@@ -18,7 +18,6 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from sglang_dflash.cli import positive
 from sglang_dflash.pairs.smollm2 import smollm2, sources
 from sglang_dflash.pairs.smollm2.sources import Kind, Messages
 from sglang_dflash.tools.bench import prompts as sets
@@ -87,7 +86,7 @@ def download(package: str, folder: Path) -> None:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Pack what b.sh and c.sh need on a machine without a network.")
     parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
-    parser.add_argument("--piece", type=positive, default=30.5, help="megabytes of weights in one folder")
+    parser.add_argument("--piece", type=float, default=30.5, help="megabytes of weights in one folder")
     parser.add_argument("--few", action="store_true", help="few prompts and little compression, for a dry run")
     args = parser.parse_args(arguments)
     wanted = amounts(few=args.few)

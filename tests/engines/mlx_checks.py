@@ -23,8 +23,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.reference.mlx import Options, Pair, load, spec_steps, stream_generate
-from sglang_dflash.reference.mlx.__main__ import arguments
 from sglang_dflash.reference.mlx.target import MLXTarget
+from sglang_dflash.tools.mlx import arguments
 from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE_STEPS, SLIDING, tokens_of
 from tests.fixtures import guide
 
@@ -308,7 +308,7 @@ def test_a_cache_that_cannot_be_cut_is_refused() -> None:
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "sglang_dflash.reference.mlx", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "sglang_dflash", "mlx", *arguments], capture_output=True, text=True, timeout=120
     )
 
 

@@ -153,8 +153,6 @@ def test_programs_accept_their_commands(words: tuple[str, ...], monkeypatch: pyt
     if module == "pytest":
         assert all((ROOT / path).exists() for path in argv)
         return
-    if module == "sglang_dflash.reference.mlx":
-        pytest.skip("tests/engines/mlx_checks.py reads it, where MLX is")
     spec = importlib.util.find_spec(module)
     assert spec is not None
     is_pattern = any(re.search(r"^\[|^\.\.\.$|^[A-Z]+$", word) for word in argv)

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from sglang_dflash.errors import NoModelError
 from sglang_dflash.pairs.smollm2 import smollm2
-from sglang_dflash.pairs.smollm2.__main__ import main
+from sglang_dflash.tools.models import main
 
 
 def test_rows_of_heads_keep_their_rotation() -> None:

@@ -103,7 +103,3 @@ def summary(steps: Sequence["DecodedStep"], began: float, ends: Sequence[float])
         f"{len(decoded)} steps of {n_tokens / len(decoded):.2f} tokens, "
         f"drafts accepted {' '.join(str(step.n_accepted) for step in decoded)}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

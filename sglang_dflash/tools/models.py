@@ -26,7 +26,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sglang-dflash models: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
