@@ -228,7 +228,7 @@ def test_metrics_exist(page: Path) -> None:
 @of_pages
 def test_fields_of_server_info_exist(page: Path) -> None:
     """`dflash.a.b` in a page stands for `internal_states[0]["dflash"]["a"]["b"]`."""
-    worker = (ROOT / "sglang_dflash" / "worker.py").read_text()
+    worker = (ROOT / "sglang_dflash" / "engine" / "worker.py").read_text()
     known = set(re.findall(r'^            "(\w+)": ', worker[worker.index("def describe") :], re.MULTILINE))
     known |= {f"width.{name}" for name in Chooser(Fixed(1)).describe()}
     assert {"draft_kv_bytes", "width.account"} <= known
