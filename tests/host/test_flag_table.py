@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from tests.tools.flag_sweep import TABLE, asks
+from tests.tools.sweep.launches import TABLE, asks
 
 
 @pytest.fixture(scope="module")

@@ -17,129 +17,43 @@ import signal
 import sys
 import tempfile
 import time
-import tomllib
 import traceback
-from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from hashlib import sha256
 from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
-from sglang_dflash.pairs.servers.arms import without_speculation
 from sglang_dflash.pairs.servers.errors import ServerError
 from sglang_dflash.pairs.servers.ports import free_port
 from sglang_dflash.pairs.servers.server import end_on_sigterm
 from sglang_dflash.pairs.tiny import pairs as tiny
-from sglang_dflash.pairs.tiny.pairs import Arm, Pair
+from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.fixtures import forking
 from tests.fixtures.forker import IMPORTED_ONCE
 from tests.server.lib.forked import make_server
-from tests.server.lib.talk import chat
-from tests.tools.parameters import QUESTIONS
+from tests.tools.sweep.launches import (
+    KIND_FLAGS,
+    OUT,
+    TABLE,
+    Ask,
+    append,
+    argv_of,
+    asks,
+    choices,
+    pair_of,
+    prompts_of,
+    read,
+)  # fmt: skip
 
-ROOT = Path(__file__).parents[2]
-OUT = ROOT / ".run" / "flag_sweep"
-TABLE = tomllib.loads((Path(__file__).parent / "sweep" / "flags.toml").read_text())
-KIND_FLAGS = {"dense": (), "hybrid": tiny.HYBRID_FLAGS, "moe": ("--skip-server-warmup",)}
-N_PROMPTS, N_TOKENS, CONCURRENCIES = 6, 32, (1, 4)
-GROUP = 16  # flags per launch
+N_TOKENS, CONCURRENCIES = 32, (1, 4)  # of a request; requests at once
+GROUP = 30  # flags per launch
 RESOLVE_S, START_S, ANSWER_S = 120, 300.0, 120.0
 ARMS = (Arm.OFF, Arm.PLUGIN)
 SERVED, ENDED, OK = "served", "ended", "ok"
-
-
-class Ask(NamedTuple):
-    """Flags of one launch: a string of the table."""
-
-    kind: str  # tiny pair: "dense", "hybrid" or "moe"
-    text: str
-    alone: bool = False
-
-    @property
-    def flags(self) -> list[str]:
-        """Return the flags as a command line. JSON values have no blanks, so that their quotes may stay."""
-        return [word.replace("{dir}", str(OUT / "files")) for word in self.text.split(" ")]
-
-
-def asks() -> list[Ask]:
-    """Return what is launched, and all switches and choices of the other flags, for `resolve` only (`kind` "")."""
-    return [
-        Ask(kind, text, section == "alone")
-        for section in ("serve", "alone")
-        for kind, texts in TABLE[section].items()
-        for text in texts
-    ]
-
-
-@cache
-def actions() -> list[Any]:
-    """Return the actions of SGLang's parser that have a flag."""
-    from sglang.srt.server_args import ServerArgs
-
-    parser = ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    return [action for action in parser._actions if action.option_strings]
-
-
-def choices() -> Iterator[Ask]:
-    """Yield, to be resolved only, every switch that is not launched, and every choice of every flag."""
-    launched = {ask.text for ask in asks()}
-    named = {word for ask in asks() for word in ask.flags}
-    for action in actions():
-        flag = action.option_strings[0]
-        if flag in ("-h", "--config"):
-            continue
-        if action.nargs == 0 and flag not in named:
-            yield Ask("dense", flag)
-        for choice in action.choices or ():
-            if f"{flag} {choice}" not in launched:
-                yield Ask("dense", f"{flag} {choice}")
-
-
-@cache
-def pair_of(kind: str) -> Pair:
-    """Return a tiny pair; "moe" is made once."""
-    if kind != "moe":
-        return {"dense": tiny.DENSE, "hybrid": tiny.HYBRID}[kind]
-    from tests.server.lib.families import FAMILIES, write_pair
-
-    folder = OUT / "moe"
-    if not (folder / "prompts.json").exists():
-        _, prompts = write_pair(FAMILIES["qwen3-moe"], folder)
-        (folder / "prompts.json").write_text(json.dumps(prompts))
-    return Pair(folder / "target", folder / "draft")
-
-
-def prompts_of(kind: str) -> list[list[int]]:
-    if kind == "moe":
-        return json.loads((OUT / "moe" / "prompts.json").read_text())[:N_PROMPTS]
-    return [chat(question, kind) for question in QUESTIONS[:N_PROMPTS]]
-
-
-def argv_of(arm: Arm, kind: str, flags: Sequence[str]) -> list[str]:
-    own = [word.replace("{port}", "32999") for word in flags]
-    whole = [*tiny.launch_flags(pair_of(kind)), *tiny.FLAGS, *KIND_FLAGS[kind], *own]
-    return without_speculation(whole) if arm is Arm.OFF else whole
-
-
-# -- results ----------------------------------------------------------------------------------------------------------
-
-
-def read(name: str) -> list[dict[str, Any]]:
-    file = OUT / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def append(name: str, result: dict[str, Any]) -> None:
-    OUT.mkdir(parents=True, exist_ok=True)
-    with (OUT / f"{name}.jsonl").open("a") as file:
-        file.write(json.dumps(result) + "\n")
 
 
 # -- arguments only ---------------------------------------------------------------------------------------------------
@@ -243,6 +157,7 @@ def compare(kind: str, texts: Sequence[str]) -> bool:
     """Launch both servers with all flags of `texts`, store the result, and return whether both served alike."""
     flags = [word for text in texts if text for word in Ask(kind, text).flags]
     ports = [free_port(33100), free_port(33400)]
+    prompts_of(kind)  # two threads cannot import Transformers at the same time
     began = time.monotonic()
     with ThreadPoolExecutor(len(ARMS)) as threads:
         off, ours = threads.map(lambda arm, port: serve(arm, kind, flags, port), ARMS, ports)
@@ -297,7 +212,7 @@ def groups() -> Iterator[tuple[str, list[str]]]:
             else:
                 group.append(ask.text)
         yield from ((kind, group) for group in open_groups)
-        yield from ((kind, [ask.text]) for ask in wanted if ask.kind == kind and ask.alone)
+    yield from ((ask.kind, [ask.text]) for ask in wanted if ask.alone)
 
 
 def report() -> None:

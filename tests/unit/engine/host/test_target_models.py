@@ -66,7 +66,7 @@ def test_sglangs_source_shows_which_targets_give_features(registry: Any, archite
     ("architectures", "why"),
     [
         (["SmolLM3ForCausalLM"], UNKNOWN.format("SmolLM3ForCausalLM")),
-        (["Qwen3For", "BForCausalLM"], UNKNOWN.format("Qwen3For or BForCausalLM")),
+        (["AForCausalLM", "BForCausalLM"], UNKNOWN.format("AForCausalLM or BForCausalLM")),
         (["OwnForCausalLM"], ""),
         (["SmolLM3ForCausalLM", "OwnForCausalLM"], ""),
     ],
@@ -76,6 +76,11 @@ def test_the_registry_is_read_for_other_architectures(
 ) -> None:
     monkeypatch.setitem(sys.modules, REGISTRY, registry)
     assert target_models.why_no_features(architectures) == why
+
+
+def test_a_class_is_found_by_its_whole_name() -> None:
+    assert target_models.module_of("Qwen3ForCausalLM") == "sglang.srt.models.qwen3"
+    assert target_models.module_of("Qwen3ForCausal") == ""
 
 
 def test_a_registry_that_is_imported_decides(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
