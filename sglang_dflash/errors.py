@@ -18,4 +18,4 @@ class NoModelError(RuntimeError):
 
 
 class HostMismatch(RuntimeError):
-    """Error if SGLang has another version, lacks a name of `host/sglang-0.5.23.txt`, or has not applied a hook."""
+    """Error if SGLang has another version, lacks a name in `engine/host/sglang-0.5.23.txt`, or did not apply a hook."""

@@ -75,7 +75,7 @@ class Flags:
         copy: use of n-gram copies from a request's token history in place of a block's last drafts.
         fp8_head: score the draft's block with an fp8 copy of the target's head.
         rehearse: emulation of a GPU on the CPU.
-        probe: report the worker's internals, see `prove/probe.py`.
+        probe: report the worker's internals, see `tools/prove/probe.py`.
         overlap: allow the overlap schedule; False acts as `--disable-overlap-schedule`.
         simulated: acceptance to simulate; None: acceptance is real.
     """

@@ -1,12 +1,12 @@
 """Entry point `register`, which SGLang calls to load this plugin, and the hooks that `register` sets.
 
-`hooks.py` sets the hooks of a scheduler with DFLASH.
-
 SGLang logs and ignores an error in `register`. Checks therefore run inside the hooks, where an error stops the launch.
 If SGLang has another version or lacks a name to hook, `register` ends the process. With SGLANG_DFLASH_WORKER=stock it
-only logs a warning. A launch is checked twice: seconds after the start, when the launching process resolves the
-arguments, and in each scheduler process before the worker is built. The second check also compares the resolved
-arguments with the values that the first one declares, because a program may resolve arguments without plugins.
+only logs a warning. `engine/hooks.py` sets the further hooks of a scheduler with DFLASH.
+
+A launch is checked twice. The launching process checks it when it resolves the arguments, seconds after the start. Each
+scheduler process checks it before it builds the worker. A program may resolve arguments without plugins, so the second
+check also compares them with the values that the first one declares.
 """
 
 import logging
@@ -184,8 +184,8 @@ def declared(config: "DFlashConfig") -> dict[str, Any]:
 def require_declared(server_args: Any, config: "DFlashConfig") -> None:
     """Check that the resolved arguments have the values that `resolve` declares.
 
-    They lack them if a program resolved its `ServerArgs` before SGLang loaded plugins, and the platform of this package
-    was not loaded either, see `host/loading.py`.
+    Values differ if a program resolved `ServerArgs` before plugins and this package's platform were loaded, see
+    `engine/host/loading.py`.
 
     Raises:
         NotSupported: an argument has another value.

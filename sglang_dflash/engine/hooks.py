@@ -31,7 +31,7 @@ from sglang_dflash.flags import Copy
 
 
 def hook_scheduler(config: DFlashConfig) -> None:
-    """Set and apply the hooks that only a scheduler with DFLASH needs. SGLang has imported the hooked modules."""
+    """Set and apply the hooks that only a scheduler with DFLASH needs. The hooked modules are imported already."""
     hooks: host.Hooks = {
         HOOKS["generate"]: (take_in, HookType.AROUND),
         HOOKS["embed"]: (take_no_embedding, HookType.AROUND),

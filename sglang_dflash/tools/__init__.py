@@ -1,6 +1,7 @@
-"""Tools: the commands of a person.
+"""Tools: the commands of `sglang-dflash`, except `train`.
 
-`check` checks an installation or a launch, `recipe` prints launches, `capacity` divides a card's memory, `bench`
-measures, `prove` tests on the machine at hand, and `demo` shows a server at work. `sglang-dflash COMMAND` runs each of
-them. This wing imports all wings below, but not `train`.
+`check` checks an installation or a launch, `recipe` prints launches, `bench` measures speed, `prove` tests on the
+machine at hand, and `demo` shows a server at work. `models` writes SmolLM2 as a checkpoint, `mlx` answers a prompt with
+MLX, and `pages` prints documentation. `capacity` divides a card's memory for `check`. This wing imports all wings
+below.
 """

@@ -1,8 +1,8 @@
 """Comparison of the ranks of one model, before the draft loads: variables, resolved choices and draft must be equal.
 
-Ranks with other widths, copies or workers exchange tensors of other sizes, or at other times. Gloo then ends or
-allocates memory of a random size. NCCL hangs or returns wrong values. The ranks compare on a process group of their
-own, so that a rank without this plugin cannot answer with another exchange of SGLang.
+Ranks with other widths, copies or workers exchange tensors of other sizes, or at other times. With gloo such an
+exchange fails, or allocates memory of a random size. NCCL hangs or returns wrong values. The ranks compare in a process
+group of their own. Otherwise another exchange of a rank without this plugin could be taken for its answer.
 """
 
 import os
@@ -21,7 +21,7 @@ from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Worker
 
 Fact = tuple[str, str, str]  # name, value on this rank, cure if another rank has another value
-WAIT_S = 120.0  # longest wait for other ranks, which have loaded the target at the same time
+WAIT_S = 120.0  # longest wait; other ranks come soon, because all have just loaded the target
 
 
 def require_equal(server_args: Any, choices: Mapping[str, object]) -> None:
@@ -30,7 +30,7 @@ def require_equal(server_args: Any, choices: Mapping[str, object]) -> None:
     All ranks must call this function, after SGLang has built the target. With one rank it does nothing.
 
     Args:
-        choices: values to which the launch was resolved, by name; not used for SGLang's own worker.
+        choices: resolved settings of this rank, by name; not compared with SGLang's own worker.
     Raises:
         ValueError: a fact differs. All ranks raise the same sentence.
         HostMismatch: not all ranks have called this function within `WAIT_S`.
@@ -43,7 +43,7 @@ def require_equal(server_args: Any, choices: Mapping[str, object]) -> None:
 
 
 def facts(arguments: Arguments, choices: Mapping[str, object]) -> list[Fact]:
-    """Return the facts of this rank. SGLang's own worker has only one, so that nothing else concerns its servers."""
+    """Return the facts of this rank. With SGLang's own worker the only fact is the worker."""
     alike = "set it alike on all nodes"
     if flags.current().worker is Worker.STOCK:
         return [("SGLANG_DFLASH_WORKER", Worker.STOCK.value, alike)]

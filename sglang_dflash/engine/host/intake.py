@@ -2,7 +2,7 @@
 
 SGLang's Python tokenizer checks most requests first (`admission.py`). gRPC front ends and the Rust server have other
 checks. A harmful request that reaches the scheduler is answered here, before SGLang creates any state for it. So a
-refused turn leaves its session unchanged. All ranks get the same request, and refuse it alike.
+refused request of a session leaves the session unchanged. All ranks get the same request, and refuse it alike.
 
 SGLang itself refuses most requests by `Req.set_finish_with_abort`. That method still prefills one token with the
 request's sampling parameters, which could make the scheduler exit. So a refused request gets no forward here.
@@ -88,7 +88,8 @@ def extremes(ids: Sequence[int]) -> tuple[int, int]:
 def verify(asked: SamplingParams, vocab_size: int) -> None:
     """Run SGLang's own check of sampling parameters, which raises ValueError. gRPC front ends leave it out."""
     if asked.max_new_tokens == 0:
-        # Before answers to a prompt with n > 1, SGLang prefills the prompt by a request that keeps min_new_tokens.
+        # With n > 1, SGLang first prefills the prompt by an internal request. Its max_new_tokens is 0, but its
+        # min_new_tokens is the client's.
         asked = copy.copy(asked)
         asked.min_new_tokens = 0
     asked.verify(vocab_size)

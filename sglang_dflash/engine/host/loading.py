@@ -1,8 +1,9 @@
 """Loading of SGLang's plugins at the first step of argument resolution, and checks of what a process has loaded.
 
 A program that embeds SGLang, such as a trainer, builds `ServerArgs` itself. SGLang's `launch_server` then resolves the
-arguments before it loads plugins, so hooks on the resolution would not run. But SGLang resolves its platform earlier,
-when its utilities are imported. For that it calls this package's `cpu.activate`, also on a GPU.
+arguments before it loads plugins, so hooks on the resolution would not run. But SGLang chooses its platform earlier,
+when its utilities are imported. To do so it calls `platforms.cpu.activate`, also on a GPU, and that call hooks the
+first step of the resolution.
 
 A process may launch several engines, with changed variables. Each resolution reads the variables again. Schedulers are
 new processes that read them too, so a launch is refused if they would read other values.
@@ -56,7 +57,7 @@ def read_flags_again() -> None:
 
 
 def require_same_flags() -> None:
-    """Check that variables are those of the resolution. Processes that are spawned next get the present ones.
+    """Check that variables are unchanged since the arguments were resolved. New processes read the present values.
 
     Raises:
         NotSupported: a variable has changed.
@@ -69,7 +70,7 @@ def require_same_flags() -> None:
 
 
 def refuse_ray() -> None:
-    """Check that SGLang's Ray engine is not imported, or that SGLang's own worker is selected.
+    """Refuse SGLang's Ray engine, unless SGLang's own worker is selected.
 
     Raises:
         NotSupported: Ray would run the schedulers.

@@ -3,8 +3,8 @@
 SGLang tests all tokens of a step together for the end of the answer: stop strings in the order of the request's list,
 then stop tokens. If a step contains two stops, SGLang may find the later one. Then the answer would be longer than
 without speculation. So when a request with stop strings or patterns has ended, SGLang's test is repeated after each
-token. The test of one token searches a shorter tail of the answer for stop strings than the test of a step. So the
-repetition may find no end. Then the request continues.
+token. The test of one token searches a shorter tail of the answer for stop strings than the test of a step. If no
+repeated test finds an end, the request continues.
 
 SGLang ends an aborted request without this test, so the answer contains its whole last block, even past a stop token or
 `max_new_tokens`. Here the test also runs for aborted requests, and cuts the answer. The finish reason remains the
@@ -107,7 +107,7 @@ def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
 
 
 def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:
-    """Process the outcome of the step in flight before requests are retracted.
+    """Process the outcome of the step in flight before requests are retracted for lack of memory.
 
     Hook around `Scheduler.update_running_batch`.
     """

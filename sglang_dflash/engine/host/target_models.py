@@ -1,4 +1,4 @@
-"""Methods that DFLASH needs and that SGLang's model classes of some targets lack.
+"""Methods that DFLASH needs, for targets whose SGLang class lacks them.
 
 DFLASH calls a model's `set_dflash_layers_to_capture` to select the features, and `get_input_embeddings()`. A model that
 captures features for EAGLE3 may still lack the first method.

@@ -1,7 +1,8 @@
 """Simulated acceptance, for speed measurements without trained weights (`SGLANG_SIMULATE_ACC_LEN`).
 
 The stage takes the place of `accept`. All other stages compute what they compute without simulation, so a step does the
-same work. SGLang's own DFLASH worker has the same variables, with the same meaning.
+same work. SGLang's own DFLASH worker has the same variables. It rounds at random, while this stage carries the rest
+over to the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class SimulatedAccept:
     def __init__(self, simulated: Simulated) -> None:
         self.simulated = simulated
         self.random = Random(0)  # equal on all ranks that serve the same requests
-        self.owed = 0.0  # fraction of a token that past steps have committed too few
+        self.owed = 0.0  # tokens, below 1, that past steps still owe
 
     def __call__(self, tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
         """Accept the first drafts of every block; arguments as for `kernels/accept.py`."""

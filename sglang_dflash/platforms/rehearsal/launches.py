@@ -1,4 +1,4 @@
-"""Launches of a decode step by stage, checked against the budget of `stages/budget.py`. A replay is one launch.
+"""Launches of a decode step by stage, checked against the budget of `engine/stages/budget.py`. A replay is one launch.
 
 Launches are counted only with the option `streams`, which separates host operations from device operations. A step is
 checked only if it replays graphs and all its requests are plain greedy ones (`is_plain`). For other requests, e.g. with

@@ -1,4 +1,4 @@
-"""n-gram copies from the token history of one sequence: the reference for `stages/copier.py`, which serves batches."""
+"""n-gram copies from the token history of one sequence: the reference for the batches of `engine/stages/copier.py`."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """Check that a captured draft forward reads the target's head once for all requests, at the shapes of a 27B target.
 
-The forward reads every weight of the layers of Qwen3.5-27B's draft and ends in `draft/fill.py`, as in serving.
+The forward reads every weight of the layers of Qwen3.5-27B's draft and ends in `engine/draft/fill.py`, as in serving.
 Attention is omitted, because it reads little over a short context. Weights are random.
 """
 
