@@ -10,7 +10,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.lib.router import serves
 from tests.server.lib.talk import tokens_of
 from tests.server.lib.variants import TWO_NODES
+from tests.server.test_disaggregation import PATIENCE, Two
 from tests.server.test_parsers import CALLS, asked, streamed
 
 pytestmark = pytest.mark.full
@@ -155,3 +157,23 @@ def test_arguments_resolved_without_the_plugin_are_refused(tmp_path: Path) -> No
         through(program("resolved")(tmp_path), tmp_path / "log", **WIDE),
     ):
         pass
+
+
+def test_prefill_and_decode_servers_are_right(tmp_path: Path, questions: Callable, reference: Callable) -> None:
+    """Neither server copies n-grams, so no width exceeds the block. With `SGLANG_DFLASH_COPY=on` both are refused."""
+    prompts, port = questions(N_PROMPTS, "dense"), free_port(32200)
+
+    def started(mode: str) -> Server:
+        command = program("launch", disaggregation_mode=mode, disaggregation_bootstrap_port=port)(tmp_path)
+        return stack.enter_context(through(command, tmp_path / f"{mode}.log", **PATIENCE))
+
+    with ExitStack() as stack:
+        prefill, decode = started("prefill"), started("decode")
+        two = Two(prefill, decode, port, count(1))
+        for concurrency in (1, 8):
+            answers = two.generate_many(prompts, concurrency=concurrency, max_new_tokens=N_NEW)
+            assert tokens_of(answers) == [reference(prompt, N_NEW, "dense") for prompt in prompts]
+        for server in (prefill, decode):
+            with pytest.raises(ServerError, match=r"answered 400: .*1024"):
+                server.generate([5, 1024], fields=two.meeting(10**6), max_new_tokens=4)
+        assert two.generate(prompts[0], max_new_tokens=4).token_ids == reference(prompts[0], 4, "dense")
