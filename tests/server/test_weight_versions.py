@@ -9,7 +9,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.servers.server import REQUEST_TIMEOUT_S, Server
 from sglang_dflash.pairs.tiny.pairs import HYBRID
 from tests.server.lib.rehearsals import REHEARSALS
 from tests.server.lib.talk import post, push
@@ -25,7 +25,7 @@ def chunks(server: Server, prompt: list[int]) -> Iterator[dict[str, Any]]:
         "stream": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": N_NEW, "ignore_eos": True},
     }
-    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=REQUEST_TIMEOUT_S) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))
