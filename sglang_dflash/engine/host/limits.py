@@ -16,8 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 MOST_TOP_K = 2**31 - 1  # largest top_k, because SGLang stores top_k as int32
 # Largest absolute logit bias, and largest temperature, far below fp32's maximum of 3.4e38. A larger bias could make
-# logits
-# infinite. A larger temperature could be infinite in fp32, and turn masked logits (-inf) into NaN.
+# logits infinite. A larger temperature could be infinite in fp32, and turn masked logits (-inf) into NaN.
 MOST = 1e30
 LEAST_REPETITION = 1e-30  # least repetition_penalty; logits divided by less could overflow fp32
 
