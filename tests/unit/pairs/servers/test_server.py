@@ -66,6 +66,8 @@ def test_a_taken_port_is_refused_by_its_number(fake):
     server = fake()
     server.stop()  # does nothing before a start
     with socket.socket() as other:
+        # An earlier server's connections may still be in TIME_WAIT on this port.
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind((HOST, server.port))
         other.listen()
         with pytest.raises(ServerError, match=f"port {server.port} is taken.*, or choose another with --port"):
