@@ -31,7 +31,7 @@ class DFlashConfig:
     """Immutable configuration of this process's server, read by the worker and by the hooks into SGLang.
 
     Attributes:
-        block_size: N, tokens per block: the anchor and the drafts; at most `draft.block_size`, the trained size.
+        block_size: N, tokens per block: the anchor and the drafts; at most as many as the draft was trained for.
         widths: verify widths, in tokens per request, that a step may have, ascending; empty on a prefill-only server.
         copy: use of n-gram copies in place of a block's last drafts; OFF if this server cannot copy.
         gdn_state: method that advances the target's recurrent states; None if it has no such states or this
@@ -110,6 +110,11 @@ class DFlashConfig:
         }
 
     @property
+    def n_slots(self) -> int:
+        """Return the number of slots of a drafted block. An anchor-first draft also has a draft for the anchor's."""
+        return self.block_size - self.draft.sample_from_anchor
+
+    @property
     def widest(self) -> int:
         """Return the largest number of tokens per request whose K/V a step writes."""
         return widest(self.block_size, self.widths)
@@ -165,7 +170,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
             asked=arguments.draft_backend,
             target=arguments.target_backend,
             needs=backends.Needs(
-                whole_blocks=None in draft.layer_windows or not draft.sliding_is_causal,
+                whole_blocks=(None in draft.layer_windows and not draft.full_is_causal) or not draft.sliding_is_causal,
                 slides_both_ways=not draft.sliding_is_causal,
                 device=arguments.device,
                 kv_dtype=arguments.draft_kv_dtype,

@@ -33,8 +33,8 @@ class Block(NamedTuple):
 class Plan(NamedTuple):
     """Positions and KV slots of every request's block, and of the tokens to verify."""
 
-    drafted: Block | None  # the whole block; None: only the anchor is verified, without drafts
-    verified: Block  # `width` tokens from the anchor on; the same object as `drafted` if width is N
+    drafted: Block | None  # the block's slots; None: only the anchor is verified, without drafts
+    verified: Block  # `width` tokens from the anchor on; the same object as `drafted` if there are as many slots
     prefix_len_B: torch.Tensor  # int64, number of tokens before the anchor, prompt included
     rows_B: torch.Tensor  # int64, row of each request in SGLang's req_to_token
     rows_B_cpu: torch.Tensor  # `rows_B` on the host

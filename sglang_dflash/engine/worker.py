@@ -104,13 +104,13 @@ class DFlashWorker(BaseSpecWorker):
         keep_hidden_states(self.target_runner.model)
         # The last position can be two widest verifies past the longest context: one in flight and one being planned.
         max_position = self.target_runner.model_config.context_len + 2 * config.widest
-        self.draft_runner.model.attach(ends, max_position=max_position)
+        self.draft_runner.model.attach(ends, max_position=max_position, fp8_head=config.flags.fp8_head)
 
     # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
 
     def making_draft(self) -> AbstractContextManager[None]:
         """Return a context manager under which SGLang builds the draft's parts."""
-        return self.ranks.making_draft(self.target_runner, self.config.block_size)
+        return self.ranks.making_draft(self.target_runner, self.config.n_slots)
 
     def state_for(self, width: int) -> State:
         """Build the `State` that advances the target's recurrent states after verifies of `width` tokens."""
@@ -182,7 +182,7 @@ class DFlashWorker(BaseSpecWorker):
             ranks=self.ranks,
             widths=config.widths,
             copy=config.copy,
-            block_size=config.block_size,
+            n_slots=config.n_slots,
             mask_token_id=config.draft.mask_token_id,
             slots_are_ours=config.slots_are_ours,
             simulated=config.flags.simulated,

@@ -108,6 +108,7 @@ class DraftRun:
             anchor_RA.to(self.target.device),
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
+            n_drafts=config.n_drafts,
         )
         return choices_RL, features_RLC, blocks
 

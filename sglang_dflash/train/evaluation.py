@@ -92,7 +92,7 @@ class Answers:
         Raises:
             ValueError: the draft's blocks are larger than `block_size`.
         """
-        N = draft.config.block_size
+        N = draft.config.n_drafts + 1
         if self.block_size < N:
             raise ValueError(
                 f"the draft has blocks of {N} tokens, and the answers allow {self.block_size}; give block_size={N}"
@@ -108,7 +108,7 @@ class Answers:
 
     def accepted(self, draft: DraftModel, answer: Answer, features_1TC: torch.Tensor) -> list[int]:
         """Return the number of accepted drafts of a block anchored at each token of the answer but the last."""
-        N, device = draft.config.block_size, features_1TC.device
+        N, D, device = draft.config.block_size, draft.config.n_drafts, features_1TC.device
         text = torch.tensor(answer.ids, device=device)
         context = draft.context_kv(features_1TC.to(draft.dtype))
         found: list[int] = []
@@ -117,10 +117,11 @@ class Answers:
             at_A = torch.arange(at, min(at + n_blocks, end), device=device)
             tokens_AN = torch.full((len(at_A), N), draft.config.mask_token_id, device=device)
             tokens_AN[:, 0] = text[at_A]
-            embeddings_ANH = self.target.get_input_embeddings()(tokens_AN).to(draft.dtype)
-            hidden_ADH = draft(embeddings_ANH[None], context, at_A[None])[0, :, 1:]
-            guesses_AD = draft.guesses(hidden_ADH, draft_logits(hidden_ADH, self.target), text[at_A])
-            is_right_AD = guesses_AD == text[at_A[:, None] + torch.arange(1, N, device=device)]
+            embeddings_ANH = draft.embeddings(tokens_AN, self.target.get_input_embeddings())
+            hidden_ADH = draft.predicting(draft(embeddings_ANH[None], context, at_A[None])[0])
+            logits_ADV, embed = draft_logits(hidden_ADH, self.target), self.target.get_input_embeddings()
+            guesses_AD = draft.guesses(hidden_ADH, logits_ADV, text[at_A], embed)
+            is_right_AD = guesses_AD == text[at_A[:, None] + torch.arange(1, D + 1, device=device)]
             found += is_right_AD.long().cumprod(-1).sum(-1).tolist()
         return found
 

@@ -7,17 +7,21 @@ exp(-(slot - 1) / gamma), because a wrong draft also rejects all later drafts.
 
 A DFlash 2 draft has a second loss: the cross entropy of the selector's choice among a slot's candidates, given the
 previous slot's label. A label that is not a candidate replaces the worst candidate, so that every slot contributes.
+A Domino draft also has a second loss: the cross entropy of the logits with their corrections, given all labels before.
+With a reduced vocabulary slots whose label is not listed have no loss.
 
 Shapes: R rows of L tokens, A anchors per row, N slots per block, D = N - 1 drafts, K candidates.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.domino import Domino
 from sglang_dflash.reference.torch.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
 
@@ -54,14 +58,26 @@ def random_anchors(is_response_RL: torch.Tensor, n_anchors: int, generator: torc
 
 
 def make_blocks(
-    rows: Rows, choices_RL: torch.Tensor, anchor_RA: torch.Tensor, *, block_size: int, mask_token_id: int
+    rows: Rows,
+    choices_RL: torch.Tensor,
+    anchor_RA: torch.Tensor,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    n_drafts: int | None = None,
 ) -> Blocks:
-    """Return the blocks at the anchors; `choices_RL`: int64, the target's argmax after each token of the rows."""
-    L = rows.ids_RL.shape[1]
+    """Return the blocks at the anchors.
+
+    Args:
+        choices_RL: int64, the target's argmax after each token of the rows.
+        block_size: slots of a block.
+        n_drafts: drafts of a block; None: one per slot after the anchor's.
+    """
+    L, D = rows.ids_RL.shape[1], block_size - 1 if n_drafts is None else n_drafts
     tokens_RAN = torch.full((*anchor_RA.shape, block_size), mask_token_id, device=anchor_RA.device)
     tokens_RAN[..., 0] = rows.ids_RL.gather(1, anchor_RA)
 
-    position_RAD = anchor_RA[..., None] + torch.arange(1, block_size, device=anchor_RA.device)
+    position_RAD = anchor_RA[..., None] + torch.arange(1, D + 1, device=anchor_RA.device)
     inside_RAD = position_RAD < L
     flat_RX = position_RAD.clamp(max=L - 1).flatten(1)
     labels_RAD = choices_RL.gather(1, flat_RX - 1).view_as(position_RAD)
@@ -77,10 +93,11 @@ def make_blocks(
 class Slots(NamedTuple):
     """Slots with a valid label, from all blocks: one tensor row per slot."""
 
-    hidden: torch.Tensor  # [valid, H], the draft's hidden states
+    hidden: torch.Tensor  # [valid, H], the draft's hidden states; with Domino [valid, H + G], also the GRU's states
     before: torch.Tensor  # int64 [valid], label of the previous slot; for slot 1 the anchor
     labels: torch.Tensor  # int64 [valid]
     weights: torch.Tensor  # fp32 [valid]
+    is_first: torch.Tensor  # bool [valid], the draft is the first of its block
 
     def part(self, span: slice) -> "Slots":
         return Slots(*(tensor[span] for tensor in self))
@@ -89,10 +106,10 @@ class Slots(NamedTuple):
 def block_hidden(
     draft: DraftModel, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks
 ) -> torch.Tensor:
-    """Return the draft's hidden states of every slot after the anchors, [R, A, D, H]."""
+    """Return the draft's hidden states that predict drafts, [R, A, D, H]."""
     context = draft.context_kv(features_RLC.to(draft.dtype))
-    embeddings_RANH = target.get_input_embeddings()(blocks.tokens_RAN).to(draft.dtype)
-    return draft(embeddings_RANH, context, blocks.anchor_RA)[:, :, 1:]
+    embeddings_RANH = draft.embeddings(blocks.tokens_RAN, target.get_input_embeddings())
+    return draft.predicting(draft(embeddings_RANH, context, blocks.anchor_RA))
 
 
 def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slots:
@@ -101,7 +118,19 @@ def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slot
     decay_D = torch.exp(-torch.arange(D, device=hidden_RADH.device) / gamma)
     before_RAD = torch.cat([blocks.tokens_RAN[..., :1], blocks.labels_RAD[..., :-1]], dim=-1)
     weights = decay_D.expand_as(blocks.labels_RAD)[valid]
-    return Slots(hidden_RADH[valid], before_RAD[valid], blocks.labels_RAD[valid], weights)
+    is_first = (torch.arange(D, device=valid.device) == 0).expand_as(blocks.labels_RAD)[valid]
+    return Slots(hidden_RADH[valid], before_RAD[valid], blocks.labels_RAD[valid], weights, is_first)
+
+
+def with_states(draft: DraftModel, target: PreTrainedModel, hidden_RADH: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Return hidden states with the GRU's states after the labels before each slot, [R, A, D, H + G], for Domino."""
+    if draft.domino is None:
+        return hidden_RADH
+    before_RAD = torch.cat([blocks.tokens_RAN[..., :1], blocks.labels_RAD[..., :-1]], dim=-1)
+    states = draft.domino.states(
+        before_RAD.flatten(0, 1), lambda tokens: draft.embeddings(tokens, target.get_input_embeddings())
+    )
+    return torch.cat([hidden_RADH, states.view(*before_RAD.shape, -1)], dim=-1)
 
 
 class Head(NamedTuple):
@@ -146,12 +175,23 @@ def candidate_scores(
     return scores, (candidates == labels[:, None]).int().argmax(1)
 
 
-def slots_loss(selector: CandidateSelector | None, head: Head, slots: Slots) -> torch.Tensor:
-    """Return the weighted sum of cross entropies, the head's plus the selector's if there is one: an fp32 scalar."""
-    logits = head.logits(slots.hidden)
-    loss = F.cross_entropy(logits.float(), head.rows(slots.labels), reduction="none")
-    if selector is not None:
-        loss = loss + F.cross_entropy(*candidate_scores(selector, head, logits, slots), reduction="none")
+def correction(domino: Domino, head: Head, slots: Slots) -> torch.Tensor:
+    """Return Domino's corrections of the logits of the head's rows, [valid, V]; 0 for the first draft of a block."""
+    last = cast(nn.Linear, domino.embed_proj[2]).weight
+    rows = last if head.tokens_V is None else last[head.tokens_V]
+    return F.linear(domino.embed_proj[:2](slots.hidden), rows) * ~slots.is_first[:, None]
+
+
+def slots_loss(choosing: CandidateSelector | Domino | None, head: Head, slots: Slots) -> torch.Tensor:
+    """Return the weighted sum of cross entropies, an fp32 scalar: the head's, plus the selector's or Domino's."""
+    own = slots._replace(hidden=slots.hidden[:, : head.weight_VH.shape[1]])
+    logits, labels = head.logits(own.hidden), head.rows(slots.labels)
+    loss = F.cross_entropy(logits.float(), labels, reduction="none")
+    if isinstance(choosing, CandidateSelector):
+        loss = loss + F.cross_entropy(*candidate_scores(choosing, head, logits, own), reduction="none")
+    elif choosing is not None:
+        corrected = logits + correction(choosing, head, slots)
+        loss = loss + F.cross_entropy(corrected.float(), labels, reduction="none")
     return (loss * slots.weights).sum()
 
 
@@ -191,9 +231,14 @@ def block_loss(
     Args:
         tokens: int64, tokens to score besides the labels; None: the whole vocabulary.
     """
-    slots = valid_slots(block_hidden(draft, target, features_RLC, blocks), blocks, gamma)
+    hidden_RADH = block_hidden(draft, target, features_RLC, blocks)
+    slots = valid_slots(with_states(draft, target, hidden_RADH, blocks), blocks, gamma)
+    if draft.config.draft_vocab_size:
+        tokens = draft.token_ids()
+        is_listed = torch.isin(slots.labels, tokens)
+        slots = Slots(*(tensor[is_listed] for tensor in slots))
     head = head_of(target, None if tokens is None else torch.cat([tokens, slots.labels]))
-    selector = draft.candidate_selector
+    selector = draft.candidate_selector or draft.domino
     n = slots_at_once(head)
     spans = [slice(first, first + n) for first in range(0, len(slots.labels), n)]
     total = torch.zeros((), device=slots.hidden.device)
@@ -201,7 +246,8 @@ def block_loss(
         for part in map(slots.part, spans):
             total = total + slots_loss(selector, head, part)
         return total, slots.weights.sum()
-    learned = list(selector.parameters()) if selector is not None else []
+    # The GRU learns through the hidden states.
+    learned = list((selector if draft.domino is None else draft.domino.embed_proj).parameters()) if selector else []
     of_hidden, of_learned = torch.zeros_like(slots.hidden), [torch.zeros_like(p) for p in learned]
     for span in spans:
         part = slots.part(span)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_dflash.engine.draft.fp8_head import rounded_rows
+from sglang_dflash.engine.draft.head_copy import rounded_rows
 from sglang_dflash.pairs.tiny.pairs import HYBRID, Pair
 from sglang_dflash.reference.torch import generate
 from tests.server.lib.oracle import Oracle

@@ -14,10 +14,11 @@ from sglang_dflash.engine.draft import files as draft_files
 from sglang_dflash.engine.draft.dialects import LAYERS, in_our_words
 from sglang_dflash.engine.draft.fields import Fields
 from sglang_dflash.engine.draft.record import FULL, SECOND, SLIDING, Checkpoint
-from sglang_dflash.engine.draft.variants import ARCHITECTURES, DFLASH_2, GIVE, refuse_variants
+from sglang_dflash.engine.draft.tensors import apart_shapes, check_tensors, expected_shapes
+from sglang_dflash.engine.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH_2, GIVE, LAGUNA, refuse_variants
 from sglang_dflash.errors import STOCK, NotSupported
 
-CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
+GATINGS = {True: "per-head", "per-head": "per-head", "per-element": "per-element", False: "", "disabled": ""}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # For each rope type, the numbers that it requires.
 ROPE_TYPES = {
@@ -42,13 +43,11 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
         NotSupported: the checkpoint is a valid draft, but not a DFlash draft, or has an unsupported field.
     """
     checkpoint = parse(draft_files.read_config(path, revision), path)
-    found = draft_files.tensor_shapes(path, revision)
-    borrowed = {name: found.pop(name) for name in draft_files.BORROWED if name in found}
+    found = apart_shapes(checkpoint, draft_files.tensor_shapes(path, revision))
+    unused = set(draft_files.BORROWED) - expected_shapes(checkpoint).keys()
+    borrowed = {name: found.pop(name) for name in draft_files.BORROWED if name in unused & found.keys()}
     check_tensors(checkpoint, found)
     return replace(checkpoint, borrowed=borrowed)
-
-
-# -- config.json ---------------------------------------------------------------------------------------------------
 
 
 def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
@@ -65,9 +64,13 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
     refuse_variants(config, path)
     fields, of_layers = (Fields(config, path, "dflash_config", home=where) for where in ("", home))
     n_layers, head_dim = of_layers.count("num_hidden_layers"), of_layers.count("head_dim")
-    layer_types, causal = _layer_types(config, n_layers, path)
+    n_drafted = fields.optional_count("draft_vocab_size")
+    inner, is_laguna = config["dflash_config"], LAGUNA in config["architectures"]
+    layer_types = _layer_types(config, n_layers, path)
+    full_is_causal, sliding_is_causal = _causality(config, layer_types, path)
     return Checkpoint(
         path=path,
+        architecture=config["architectures"][0],
         hidden_size=of_layers.count("hidden_size"),
         num_hidden_layers=n_layers,
         num_attention_heads=of_layers.count("num_attention_heads"),
@@ -81,14 +84,29 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         rope_parameters=_rope_parameters(config, head_dim, path),
         layer_types=layer_types,
         sliding_window=of_layers.count("sliding_window") if SLIDING in layer_types else None,
-        sliding_is_causal=causal,
+        full_is_causal=full_is_causal,
+        sliding_is_causal=sliding_is_causal,
         num_target_layers=fields.optional_count("num_target_layers"),
         block_size=fields.count("block_size", least=2),  # the anchor and at least one draft
         mask_token_id=fields.count("mask_token_id", least=0),
         target_layer_ids=_target_layer_ids(config, path),
         dtype=_dtype(config, path),
         **_second(config, path),
+        norms_features=is_laguna,
+        embeds_scaled=bool(inner.get("embeds_scaled", True)),
+        sample_from_anchor=any(inner.get(field) for field in ANCHOR_FIRST),
+        shift_label=bool(inner.get("shift_label", False)),
+        gru_hidden_dim=fields.count("gru_hidden_dim", 0, least=0),
+        emb_dim=fields.count("emb_dim", 0, least=0),
+        gating=_gating(config.get("gating", is_laguna), path),
+        draft_vocab_size=None if n_drafted == fields.get("vocab_size") else n_drafted,
     )
+
+
+def _gating(value: Any, path: str) -> str:
+    if value is not None and value not in GATINGS:
+        raise NotSupported(f"{path}: gating is {value!r}, not one of {', '.join(map(repr, GATINGS))}; {GIVE}")
+    return GATINGS.get(value, "")
 
 
 def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -132,35 +150,28 @@ def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[tuple[str, ...], bool]:
-    """Return the kind of each layer, and whether sliding layers are causal. Full layers are never causal."""
-    if config.get("layer_types") is None and config.get("use_sliding_window"):
+def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[str, ...]:
+    """Return the kind of each layer."""
+    given = config.get("layer_types")
+    if given is None and config.get("use_sliding_window"):
         raise ValueError(f"{path}: use_sliding_window is set without layer_types; add layer_types")
-    given_kinds = config.get("layer_types")
-    kinds = (FULL,) * n_layers if given_kinds is None else tuple(given_kinds)
-    is_causal, inner = config.get("is_causal"), config["dflash_config"].get("causal")
-    sliding_is_causal = is_causal is not False or SLIDING not in kinds
-    causal = {FULL: False, SLIDING: sliding_is_causal}
-    for name, given in {"is_causal": is_causal, "dflash_config.causal": inner}.items():
-        other = [kind for kind in kinds if kind in causal and given not in (None, causal[kind])]
-        if other:
-            raise NotSupported(
-                f"{path}: {name}={given} does not fit {other[0]} layers (in DFlash full layers see the whole block; "
-                f"sliding layers look back, or with is_causal=false both ways); {_causal_cure(name, given)}"
-            )
-    return kinds, sliding_is_causal
+    return (FULL,) * n_layers if given is None else tuple(given)
 
 
-def _causal_cure(name: str, given: bool) -> str:
-    """Return the cure for a field that describes another mask than DFlash's.
+def _causality(config: Mapping[str, Any], kinds: tuple[str, ...], path: str) -> tuple[bool, bool]:
+    """Return whether a slot of a full layer, and of a sliding layer, attends to no later slot of its block.
 
-    SGLang's own worker reads only `is_causal`, so it is a cure only for this field.
+    By default only sliding layers are causal. Trainers have three fields that make all layers causal, or none.
     """
-    if name == "is_causal":
-        return f"{GIVE}, or {STOCK}"
-    if given:
-        return f"correct this field, or {GIVE}"
-    return "set is_causal=false if its sliding layers look both ways, or remove this field if they look back"
+    inner = config["dflash_config"]
+    given = {"is_causal": config.get("is_causal"), "dflash_config.causal": inner.get("causal")}
+    given["dflash_config.causal_head"] = inner.get("causal_head") or None
+    given = {name: bool(value) for name, value in given.items() if value is not None}
+    if len(set(given.values())) > 1:
+        fields = " and ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(f"{path}: {fields} contradict each other; keep the one with which the draft was trained")
+    causal = next(iter(given.values()), None)
+    return bool(causal) and FULL in kinds, causal is not False or SLIDING not in kinds
 
 
 def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dict[str, Any]:
@@ -213,86 +224,3 @@ def _given_rope(config: Mapping[str, Any], path: str) -> dict[str, Any]:
             "draft was not trained"
         )
     return dict(ropes[0]) if ropes else {"rope_type": "default"}
-
-
-# -- tensors -------------------------------------------------------------------------------------------------------
-
-
-def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors that a draft with these fields has, by name."""
-    hidden, inner, head_dim = checkpoint.hidden_size, checkpoint.intermediate_size, checkpoint.head_dim
-    q, kv = checkpoint.num_attention_heads * head_dim, checkpoint.num_key_value_heads * head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, checkpoint.feature_size),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    layer = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.o_proj.weight": (hidden, q),
-        "self_attn.q_norm.weight": (head_dim,),
-        "self_attn.k_norm.weight": (head_dim,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    if checkpoint.attention_bias:
-        sizes = {"q": q, "k": kv, "v": kv, "o": hidden}
-        layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
-    if taps := checkpoint.conv_kernel_size:
-        n_groups = hidden // checkpoint.conv_group_size
-        for conv in ("attention_conv", "mlp_conv"):
-            layer[f"{conv}.base_kernel"] = (2, taps, hidden)  # before and after the sublayer
-            layer[f"{conv}.kernel_projection.weight"] = (2 * taps * n_groups, hidden)
-    if rank := checkpoint.selector_rank:
-        n_vocab = checkpoint.vocab_size or 0
-        shapes |= {f"candidate_selector.{side}{CODEBOOK}": (n_vocab, rank) for side in ("predecessor", "successor")}
-        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
-    for i in range(checkpoint.num_hidden_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
-def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that the draft's files contain exactly the tensors that its config implies.
-
-    Args:
-        checkpoint: fields of the config.
-        found: shape of each tensor in the files by name, see `files.tensor_shapes`, without those in `files.BORROWED`.
-    Raises:
-        ValueError: a tensor is missing or has another shape.
-        NotSupported: there is a tensor that DFlash does not have.
-    """
-    path, expected = checkpoint.path, expected_shapes(checkpoint)
-    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-    if prefixed := [name for name in extra if missing and name.endswith(f".{missing[0]}")]:
-        raise ValueError(
-            f"{path}: {missing[0]} is stored as {prefixed[0]}; save the draft without the prefix "
-            f"{prefixed[0].removesuffix(missing[0])!r} of its tensors' names"
-        )
-    if missing:
-        raise ValueError(
-            f"{path}: {len(missing)} of {len(expected)} tensors are missing, the first is {missing[0]}; "
-            "correct config.json if it does not describe these files, else fetch the draft again"
-        )
-    if extra:
-        raise NotSupported(
-            f"{path}: {len(extra)} tensors are not part of a DFlash draft, the first is {extra[0]}; "
-            f"correct config.json if it does not describe these files, else {GIVE}"
-        )
-    for name, shape in expected.items():
-        if found[name] != shape and name.endswith(CODEBOOK):
-            raise ValueError(
-                f"{path}: {name} has shape {list(found[name])}, and config.json has vocab_size "
-                f"{checkpoint.vocab_size} and selector_rank {checkpoint.selector_rank}: a codebook has a row for every "
-                "token of the vocabulary; fix config.json or fetch the draft again"
-            )
-        if found[name] != shape:
-            raise ValueError(
-                f"{path}: {name} has shape {list(found[name])}, config.json implies {list(shape)}; "
-                "correct config.json if it does not describe these files, else fetch the draft again"
-            )

@@ -33,8 +33,12 @@ NOT_FETCHED = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, Trans
 N_SAMPLES, SAMPLE = 256, 4096  # samples per weight file for a digest, and bytes per sample
 MASK_EMBEDDING = "mask_embedding.pt"
 ROTARY = "rotary_emb.inv_freq"
+# Names of tensors in Muse Glimmer's draft, with z-lab's names.
+ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+DOMINO = ("prefix_gru.", "embed_proj.")  # prefixes of names that this package puts below `domino.`
 # Unused tensors that some exporters save with a draft: the target's embedding, heads and norm. The trainer
-# `speculators` also saves t2d and d2t, maps between the whole and a reduced vocabulary.
+# `speculators` also saves t2d and d2t, maps between the whole and a reduced vocabulary. A draft with a reduced
+# vocabulary uses d2t.
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
 
 
@@ -97,6 +101,12 @@ def identity(path: str, revision: str | None) -> tuple[str, str]:
     return "the digest of the draft's files", digest.hexdigest()[:16]
 
 
+def own_name(stored: str) -> str:
+    """Return a tensor's name without an exporter's prefix, in the words of this package."""
+    name = stored.removeprefix("model.")
+    return f"domino.{name}" if name.startswith(DOMINO) else ALIASES.get(name, name)
+
+
 def own_names(files: Iterable[tuple[str, Mapping[str, Value]]]) -> dict[str, Value]:
     """Return the tensors by name without the prefix `model.`, which some exporters add, and without rotary tables.
 
@@ -108,7 +118,7 @@ def own_names(files: Iterable[tuple[str, Mapping[str, Value]]]) -> dict[str, Val
     own, found_in = dict[str, Value](), dict[str, str]()
     for file, tensors in files:
         for stored, tensor in tensors.items():
-            name = stored.removeprefix("model.")
+            name = own_name(stored)
             if name.endswith(ROTARY):
                 continue
             if name in own:
@@ -138,18 +148,6 @@ def write_tensors(folder: Path, tensors: Mapping[str, Any], save_file: Callable[
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod((folder / "config.json").stat().st_mode)  # safetensors creates a file that only its owner may read
-
-
-def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the tensors in a draft's directory by name, see `own_names`. Unused tensors (`BORROWED`) are left out.
-
-    Args:
-        read: a framework's reader of a safetensors file.
-    Raises:
-        ValueError, NotSupported: see `weight_files` and `own_names`.
-    """
-    tensors = own_names((str(file), read(file)) for file in weight_files(folder))
-    return {name: tensor for name, tensor in tensors.items() if name not in BORROWED}
 
 
 def weight_files(folder: Path) -> list[Path]:

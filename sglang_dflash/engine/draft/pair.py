@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 
-from sglang_dflash.engine.draft.dialects import WHOLE
 from sglang_dflash.engine.draft.record import Checkpoint
-from sglang_dflash.errors import NotSupported
 
 ROWS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # tensors with one row per token id
 
@@ -20,7 +18,6 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
         hidden_size, vocab_size, n_layers: sizes of the target.
     Raises:
         ValueError: the draft was trained for another target.
-        NotSupported: the draft's vocabulary is reduced.
     """
     path, n_target_layers, last = draft.path, draft.num_target_layers, draft.target_layer_ids[-1]
     other = "give the draft that was trained for this target"
@@ -67,16 +64,17 @@ def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_si
         hidden_size, vocab_size: sizes of the target.
     Raises:
         ValueError: a shape differs.
-        NotSupported: the vocabulary is reduced.
     """
     whole = draft.vocab_size or vocab_size
     (n_tokens,) = draft.borrowed.get("d2t", (whole,))
     if n_tokens != whole:
-        raise NotSupported(
-            f"{draft.path}: d2t has {n_tokens} entries for a vocabulary of {whole}: a reduced vocabulary is not "
-            f"supported; {WHOLE}"
+        raise ValueError(
+            f"{draft.path}: d2t has {n_tokens} entries for a vocabulary of {whole}, and config.json has no "
+            f"draft_vocab_size; set draft_vocab_size to {n_tokens} if the draft was trained with it"
         )
     rows = dict.fromkeys(ROWS, (vocab_size, hidden_size))
+    if draft.draft_vocab_size:
+        rows["lm_head.weight"] = draft.draft_vocab_size, hidden_size
     for name, shape in (rows | {"verifier_norm.weight": (hidden_size,)}).items():
         found = draft.borrowed.get(name, shape)
         if found != shape:

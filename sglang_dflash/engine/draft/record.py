@@ -18,6 +18,15 @@ SECOND = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
 }
+# Fields of `dflash_config` that not every draft has, with the value that means "not used".
+ADDED = SECOND | {
+    "sample_from_anchor": False,
+    "embeds_scaled": True,
+    "draft_vocab_size": None,
+    "shift_label": False,
+    "gru_hidden_dim": 0,
+    "emb_dim": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +38,14 @@ class Checkpoint:
     False, it also attends to up to `sliding_window` - 1 tokens after it. The six fields from `conv_kernel_size` to
     `final_logit_softcapping` are DFlash 2's. A size of 0 means that the draft has no convolutions or no selector.
 
+    The last fields describe kinds of drafts that other trainers publish; their defaults are z-lab's DFlash.
+
     Raises:
         ValueError: the fields contradict each other.
         NotSupported: a layer has an unknown kind.
     """
 
+    architecture: str = DFLASH  # by its name SGLang selects the layers of a Muse Glimmer target that it captures
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -59,6 +71,16 @@ class Checkpoint:
     selector_top_k: int = 0  # number of candidates per slot
     output_multiplier: float = 1.0  # scales the candidates' logits
     final_logit_softcapping: float | None = None  # tanh soft cap applied after scaling; None: no cap
+    # Features to context: Laguna's drafts norm each captured layer's features, and each layer norms its context.
+    norms_features: bool = False
+    embeds_scaled: bool = True  # tokens are embedded with the target's factor (Gemma's sqrt(H)); False: without
+    sample_from_anchor: bool = False  # slot i predicts the token of slot i + 1, so N slots give N drafts
+    full_is_causal: bool = False  # a slot of a full layer attends to no later slot
+    gating: str = ""  # softplus gate on attention's output: one per head ("per-head") or "per-element"; "": none
+    draft_vocab_size: int | None = None  # number of tokens that can be drafted, listed in `d2t`; None: all
+    shift_label: bool = False  # Domino: slot i predicts the token of slot i + 1, and the last slot nothing
+    gru_hidden_dim: int = 0  # Domino: width of the state that summarises the tokens drafted so far; 0: no Domino
+    emb_dim: int = 0  # Domino: rank of the correction of the logits
     # Shapes of the unused tensors in the draft's files (see `files.BORROWED`), by name.
     borrowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     path: str = field(default="the draft", compare=False)  # the draft's name in messages
@@ -93,6 +115,17 @@ class Checkpoint:
                 f"{path}: target_layer_ids {list(ids)} do not increase; fix config.json, or give another draft"
             )
         self._check_second()
+        if bool(self.gru_hidden_dim) != bool(self.emb_dim):
+            raise ValueError(f"{path}: config.json sets only one of gru_hidden_dim and emb_dim; set both as trained")
+        if self.gru_hidden_dim and (self.selector_rank or self.draft_vocab_size or self.vocab_size is None):
+            raise ValueError(
+                f"{path}: a Domino draft has vocab_size and the whole vocabulary, and no selector; fix config.json"
+            )
+        if self.selector_rank and self.draft_vocab_size:
+            raise ValueError(
+                f"{path}: draft_vocab_size {self.draft_vocab_size} with a candidate selector, which needs the whole "
+                "vocabulary; fix config.json"
+            )
 
     def _check_second(self) -> None:
         """Check the fields of DFlash 2."""
@@ -115,6 +148,11 @@ class Checkpoint:
             )
 
     @property
+    def n_drafts(self) -> int:
+        """Return D, the number of drafts of a block: one per slot after the anchor's, or also one for the anchor's."""
+        return self.block_size - (not self.sample_from_anchor)
+
+    @property
     def feature_size(self) -> int:
         """Return C, the width of the features of one token."""
         return len(self.target_layer_ids) * self.hidden_size
@@ -129,27 +167,38 @@ class Checkpoint:
         """Return the window of the draft in tokens; None if a layer attends to the whole context."""
         return None if FULL in self.layer_types else self.sliding_window
 
+    def unlike_z_lab(self) -> list[str]:
+        """Return the names of the fields by which this draft's computation differs from z-lab's DFlash and DFlash 2."""
+        names = ("norms_features", "full_is_causal", "gating", *(ADDED.keys() - SECOND.keys()))
+        return sorted(name for name in names if vars(self)[name] != Checkpoint.__dataclass_fields__[name].default)
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of a config.json that SGLang, vLLM and `parse` can read."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         dflash = {name: fields.pop(name) for name in ("mask_token_id", "target_layer_ids")}
-        second = {name: fields.pop(name) for name in SECOND}
-        causal = fields.pop("sliding_is_causal")
-        del fields["borrowed"]
+        dflash |= {name: value for name in ADDED if (value := fields.pop(name)) != ADDED[name]}
+        if self.gru_hidden_dim:
+            dflash["shift_label"] = self.shift_label  # SGLang requires it
+        is_laguna, gating = fields.pop("norms_features"), fields.pop("gating")
+        architecture = fields.pop("architecture")
+        causal = True if fields.pop("full_is_causal") else None
+        is_causal = causal if fields.pop("sliding_is_causal") else False
+        del fields["borrowed"], fields["path"]
         theta = self.rope_parameters["rope_theta"]
         return {
-            "architectures": [DFLASH_2 if self.selector_rank else DFLASH],
+            "architectures": [DFLASH_2 if self.selector_rank and architecture == DFLASH else architecture],
             "model_type": "qwen3",
             "hidden_act": "silu",
-            **{name: value for name, value in fields.items() if name != "path" and value is not None},
+            **{name: value for name, value in fields.items() if value is not None},
             # In Transformers 4 rope_theta, whose default is 10,000, overrides rope_parameters.
             **({} if theta == 10_000 else {"rope_theta": theta}),
             "use_sliding_window": self.sliding_window is not None,
-            **({} if causal else {"is_causal": False}),
+            **({} if is_causal is None else {"is_causal": is_causal}),
+            **({"gating": gating or "disabled"} if gating or is_laguna else {}),
             "tie_word_embeddings": False,
             "dflash_config": {
                 "block_size": self.block_size,
+                **({"projector_type": "domino", "pure_draft_prefix_len": 1} if self.gru_hidden_dim else {}),
                 **dflash,
-                **{name: value for name, value in second.items() if value != SECOND[name]},
             },
         }

@@ -6,14 +6,14 @@ vocabulary, K candidates, R rank of the selector.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from sglang_dflash_kernels.block_conv import BLOCK_CONV
 from sglang_dflash_kernels.select_path import SELECT_PATH
 from torch import nn
 
+from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.target_ends import TargetEnds, best_candidates
 
 
@@ -28,12 +28,11 @@ class SGLangBlockConv(nn.Module):
         self.convolve = BLOCK_CONV.form_for(self.base_kernel)
 
     @classmethod
-    def of(cls, config: Any) -> SGLangBlockConv | None:
-        """Return the convolutions that a draft's config describes; None if the draft has none."""
-        sizes: Mapping[str, int] = config.dflash_config
-        if not sizes.get("conv_kernel_size"):
+    def of(cls, config: Checkpoint) -> SGLangBlockConv | None:
+        """Return the convolutions of a draft; None if it has none."""
+        if not config.conv_kernel_size:
             return None
-        return cls(config.hidden_size, sizes["conv_kernel_size"], sizes["conv_group_size"])
+        return cls(config.hidden_size, config.conv_kernel_size, config.conv_group_size)
 
 
 def convolved(
@@ -56,22 +55,20 @@ class SGLangCandidateSelector(nn.Module):
     Every rank has all rows of the codebooks, because each rank computes the drafts of all its requests.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Checkpoint) -> None:
         super().__init__()
-        fields: Mapping[str, Any] = config.dflash_config
-        rank = fields["selector_rank"]
-        self.n_candidates = fields["selector_top_k"]
-        self.multiplier = fields.get("output_multiplier") or 1.0
-        self.cap = fields.get("final_logit_softcapping") or None
-        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank), requires_grad=False)
-        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank), requires_grad=False)
+        n_vocab, rank = config.vocab_size or 0, config.selector_rank
+        self.n_candidates = config.selector_top_k
+        self.multiplier, self.cap = config.output_multiplier, config.final_logit_softcapping
+        self.predecessor_codebook = nn.Parameter(torch.zeros(n_vocab, rank), requires_grad=False)
+        self.successor_codebook = nn.Parameter(torch.zeros(n_vocab, rank), requires_grad=False)
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
         self.walk = SELECT_PATH.form_for(self.predecessor_codebook)
 
     @classmethod
-    def of(cls, config: Any) -> SGLangCandidateSelector | None:
-        """Return the selector that a draft's config describes; None if the draft has none."""
-        return cls(config) if config.dflash_config.get("selector_rank") else None
+    def of(cls, config: Checkpoint) -> SGLangCandidateSelector | None:
+        """Return the selector of a draft; None if it has none."""
+        return cls(config) if config.selector_rank else None
 
     def path(self, hidden_TH: torch.Tensor, anchor_B: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
         """Return the drafts, int64 [B, D]: in each slot the candidate with the best score after the previous token.

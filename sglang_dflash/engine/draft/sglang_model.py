@@ -1,39 +1,49 @@
 """DFlash draft as an SGLang model: one forward turns blocks of mask tokens into draft tokens.
 
-The draft has no embedding and no head. `attach` stores the target's embedding and head in the draft, so that one
-forward (one CUDA graph) maps token ids to token ids. The draft's context is the target's hidden states (features), from
-which `context_kv` computes K and V for every layer. The model is independent of requests, steps and acceptance.
+The draft has no head. `attach` stores the target's embedding and head in the draft, so that one forward (one CUDA
+graph) maps token ids to token ids. The draft's context is the target's hidden states (features), from which
+`context_kv` computes K and V for every layer. The model is independent of requests, steps and acceptance.
 
-Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`.
-Dimensions: T rows (B requests x N block tokens, or packed prompt tokens), L draft layers, Q query heads, G KV heads,
-E head width, H hidden, C features (captured layers x H), V vocabulary.
+Kinds of drafts differ in five questions, each answered by one module, from the fields of the checkpoint:
+
+    how a config is read              dialects.py, checkpoint.py
+    how features become context       context.py
+    how a block is laid out           layout.py
+    what a slot attends to            attention.py
+    how hidden states become tokens   fill.py, target_ends.py, second.py, domino.py
+
+Paper: DFlash, arXiv 2602.06036, section 3. Dimensions: T rows (B requests x N block tokens, or packed prompt tokens), L
+draft layers, G KV heads, E head width, H hidden, C features (captured layers x H).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.models.utils import apply_qk_norm
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from torch import nn
 
-from sglang_dflash.engine.draft.fill import filled
+from sglang_dflash.engine.draft import checkpoint, tensors
+from sglang_dflash.engine.draft.attention import DraftAttention
+from sglang_dflash.engine.draft.context import ContextProjection, FeatureNorms
+from sglang_dflash.engine.draft.domino import Domino
+from sglang_dflash.engine.draft.files import own_name
+from sglang_dflash.engine.draft.fill import Filling, filled
+from sglang_dflash.engine.draft.layout import Layout
+from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.rotary import reach
 from sglang_dflash.engine.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
-from sglang_dflash.engine.draft.target_ends import TargetEnds
+from sglang_dflash.engine.draft.target_ends import TargetEnds, unscaled, with_copy
 from sglang_dflash.engine.draft.weights import (
     QUANTIZED,
     checkpoint_names,
@@ -45,87 +55,10 @@ from sglang_dflash.engine.draft.weights import (
 )
 
 
-class DraftAttention(nn.Module):
-    """Attention of one draft layer: full layers attend to context and whole block, sliding layers to a window."""
-
-    def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
-        super().__init__()
-        tp_size, bias = get_parallel().tp_size, config.attention_bias
-        self.head_dim = config.head_dim
-        self.n_kv_heads = max(1, config.num_key_value_heads // tp_size)
-        self.q_size = config.num_attention_heads // tp_size * self.head_dim
-        self.kv_size = self.n_kv_heads * self.head_dim
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            self.head_dim,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            bias=bias,
-            quant_config=quant_config,
-        )
-        self.o_proj = RowParallelLinear(self.q_size * tp_size, config.hidden_size, bias=bias, quant_config=quant_config)
-        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        rope_theta, rope_scaling = get_rope_config(config)
-        self.rotary_emb = get_rope(
-            self.head_dim,
-            rotary_dim=self.head_dim,
-            max_position=config.max_position_embeddings,
-            base=rope_theta,
-            rope_scaling=rope_scaling,
-        )
-        one_kernel = self.qkv_proj.weight.dtype == torch.bfloat16 or self.qkv_proj.weight.is_cpu
-        self.norm_rotate = self.norm_rotate_in_one if one_kernel else self.norm_rotate_in_two
-        sliding = config.layer_types[layer_id] == "sliding_attention"
-        causal = sliding and config.to_dict().get("is_causal") is not False
-        self.attn = RadixAttention(
-            num_heads=self.q_size // self.head_dim,
-            head_dim=self.head_dim,
-            scaling=self.head_dim**-0.5,
-            num_kv_heads=self.n_kv_heads,
-            layer_id=layer_id,
-            # A window in the checkpoint (as in Transformers) counts the current token, SGLang's window does not.
-            sliding_window_size=config.sliding_window - 1 if sliding else -1,
-            attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
-        )
-
-    def forward(self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Write the K/V of the blocks, and attend from each slot to context and block: [T, H] -> [T, H]."""
-        qkv, _ = self.qkv_proj(hidden_TH)
-        q, k, v = self.norm_rotate(qkv, positions_T)
-        out, _ = self.o_proj(self.attn(q, k, v, batch))
-        return out
-
-    def norm_rotate_in_one(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Normalise and rotate q and k in qkv, [T, (Q + 2 G) E], in place with one launch.
-
-        Returns:
-            Views of q, k and v with this rank's heads: [T, Q E], [T, G E], [T, G E].
-        """
-        table_qk_norm_rope_(
-            qkv,
-            positions_T,
-            self.q_norm.weight,
-            self.k_norm.weight,
-            self.rotary_emb.cos_sin_cache,
-            self.q_size // self.head_dim,
-            self.n_kv_heads,
-            self.head_dim,
-            self.q_norm.variance_epsilon,
-        )
-        return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-
-    def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the same as `norm_rotate_in_one`, from SGLang's layers, for dtypes that the fused kernel lacks."""
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
-        return *self.rotary_emb(positions_T, q, k), v
-
-
 class DraftMLP(nn.Module):
     """Gated MLP: down(silu(gate x) * up x), [T, H] -> [T, H]."""
 
-    def __init__(self, config: Any, quant_config: QuantizationConfig | None) -> None:
+    def __init__(self, config: Checkpoint, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
         hidden, wide = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [wide] * 2, bias=False, quant_config=quant_config)
@@ -141,10 +74,12 @@ class DraftMLP(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm layer. The residual is passed separately, because SGLang's norms add it to the hidden states."""
 
-    def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
+    def __init__(
+        self, config: Checkpoint, layer_id: int, rotary: RotaryEmbedding, quant_config: QuantizationConfig | None
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DraftAttention(config, layer_id, quant_config)
+        self.self_attn = DraftAttention(config, layer_id, rotary, quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DraftMLP(config, quant_config)
         self.attention_conv, self.mlp_conv = SGLangBlockConv.of(config), SGLangBlockConv.of(config)
@@ -174,25 +109,41 @@ class DFlashDraftModel(nn.Module):
     checked the config, so its fields are not checked again.
     """
 
-    # The attributes from here to `kv_shape` are set by `attach`.
+    # These attributes are set by `attach`.
     ends: TargetEnds
-    # Weights of the q, k and v projections, stacked over layers, X rows per layer. The rows of k and v begin at
-    # `first_k_row`. None: the projections are quantized.
-    qkv_LXH: torch.Tensor | None
-    bias_LX: torch.Tensor | None  # biases of the q, k and v projections; None: there are no biases
+    context: ContextProjection
     k_norm_LE: torch.Tensor  # weights of the norm of K
-    first_k_row: int
-    kv_shape: tuple[int, int, int]  # 2 (K or V), G, E
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
+        """Build the layers. `config`: a Transformers config with the fields of `Checkpoint.to_json`."""
         super().__init__()
         self.config = config
-        n_features = len(config.dflash_config["target_layer_ids"])
-        self.layers = nn.ModuleList([DraftLayer(config, i, quant_config) for i in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.fc = nn.Linear(n_features * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.candidate_selector = SGLangCandidateSelector.of(config)
+        self.fields = fields = checkpoint.parse(config.to_dict(), config._name_or_path)
+        hidden, eps, n_captured = fields.hidden_size, fields.rms_norm_eps, len(fields.target_layer_ids)
+        rope_theta, rope_scaling = get_rope_config(config)
+        rotary = get_rope(
+            fields.head_dim,
+            rotary_dim=fields.head_dim,
+            max_position=fields.max_position_embeddings,
+            base=rope_theta,
+            rope_scaling=rope_scaling,
+        )
+        self.layers = nn.ModuleList(
+            [DraftLayer(fields, i, rotary, quant_config) for i in range(fields.num_hidden_layers)]
+        )
+        self.norm = RMSNorm(hidden, eps=eps)
+        self.fc = nn.Linear(n_captured * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps=eps)
+        self.aux_hidden_norms = nn.ModuleList(
+            [RMSNorm(hidden, eps=eps) for _ in range(n_captured if fields.norms_features else 0)]
+        )
+        self.candidate_selector, self.domino = SGLangCandidateSelector.of(fields), Domino.of(fields)
+        choosing = self.candidate_selector or self.domino
+        if fields.draft_vocab_size:
+            d2t_D = torch.zeros(fields.draft_vocab_size, dtype=torch.int64)
+            self.d2t = nn.Parameter(d2t_D, requires_grad=False)
+        layout = Layout.of(sample_from_anchor=fields.sample_from_anchor, shift_label=fields.shift_label)
+        self.filling = Filling(layout, None if choosing is None else choosing.path)
         self.needed, self.loaded = checkpoint_names(dict(self.named_parameters())), set[str]()
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -204,30 +155,39 @@ class DFlashDraftModel(nn.Module):
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Return the number of tokens before the current one in sliding windows; None without sliding layers."""
-        return self.config.sliding_window - 1 if "sliding_attention" in self.config.layer_types else None
+        return None if self.fields.sliding_window is None else self.fields.sliding_window - 1
 
-    def attach(self, ends: TargetEnds, max_position: int) -> None:
+    def attach(self, ends: TargetEnds, max_position: int, *, fp8_head: bool = False) -> None:
         """Store the target's embedding and head, and stack the layers' weights that `context_kv` uses.
 
         Args:
             ends: the target's embedding and head.
             max_position: number of served positions, one more than the largest position.
+            fp8_head: round the head's rows to fp8.
         Raises:
             ValueError: a tensor was not loaded.
         """
         missing = sorted(self.needed - self.loaded)
         if missing:
             raise ValueError(f"the draft's load format left out {missing[0]!r}; drop --speculative-draft-load-format")
+        ends = with_copy(ends, self.d2t if self.fields.draft_vocab_size else None, fp8=fp8_head)
+        if not self.fields.embeds_scaled:
+            ends = ends._replace(embed=unscaled(ends.embed))
         # `object.__setattr__` bypasses nn.Module, so that the target's weights do not become parameters of the draft.
         object.__setattr__(self, "ends", ends)
         attentions = self.attentions
-        reach(attentions[0].rotary_emb, max_position)  # all layers share one rotary table
-        plain = isinstance(attentions[0].qkv_proj.quant_method, UnquantizedLinearMethod)
-        self.qkv_LXH = lay_side_by_side([a.qkv_proj.weight for a in attentions]) if plain else None
+        reach(attentions[0].rotary_emb, max_position)
+        is_laguna = self.fields.norms_features
+        input_norms = [cast(DraftLayer, layer).input_layernorm for layer in self.layers]
+        self.context = ContextProjection(self._fuse(), attentions, input_norms if is_laguna else None)
         self.k_norm_LE = lay_side_by_side([a.k_norm.weight for a in attentions])
-        self.bias_LX = lay_side_by_side([a.qkv_proj.bias for a in attentions]) if self.config.attention_bias else None
-        self.first_k_row = attentions[0].q_size
-        self.kv_shape = (2, attentions[0].n_kv_heads, attentions[0].head_dim)
+
+    def _fuse(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function from features [T, C] to hidden states [T, H]."""
+        if not self.fields.norms_features:
+            return lambda features_TC: self.hidden_norm(self.fc(features_TC))
+        normed = FeatureNorms([cast(RMSNorm, norm) for norm in self.aux_hidden_norms], self.fields.rms_norm_eps)
+        return lambda features_TC: self.hidden_norm(self.fc(normed(features_TC)))
 
     @property
     def attentions(self) -> list[DraftAttention]:
@@ -246,33 +206,27 @@ class DFlashDraftModel(nn.Module):
         Args:
             input_ids: int64 [B * N], for each block its anchor and N - 1 mask tokens.
             positions: int64 [B * N].
-            n_filled: number of slots of each block to return; None: all N, which SGLang's graph runner needs.
+            n_filled: number of tokens of each block to return; None: all, which SGLang's graph runner needs.
         Returns:
-            SGLang's output type, whose `hidden_states` are the anchors and drafts, int64 [B * N] or [B * n_filled].
-            SGLang's graph runner returns one row of this field per input token.
+            SGLang's output type, whose `hidden_states` are the tokens of `Layout.returned`, int64 [B * N] for a whole
+            block. SGLang's graph runner returns one row of this field per input token.
         """
         hidden_TH, residual_TH = self.forward_embed(input_ids), None
         for layer in self.layers:
             hidden_TH, residual_TH = layer(positions, hidden_TH, residual_TH, forward_batch)
         hidden_TH, _ = self.norm(hidden_TH, residual_TH)
         blocks_BN = input_ids.view(forward_batch.batch_size, -1)
-        tokens_BN = filled(hidden_TH, blocks_BN, self.candidate_selector, self.ends, n_filled)
+        tokens_BN = filled(hidden_TH, blocks_BN, self.filling, self.ends, n_filled)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=tokens_BN.view(-1))
 
     def context_kv(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E].
+        """Return K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E]."""
+        return self.context(features_TC)
 
-        `fc` and `hidden_norm` reduce the features to [T, H]. Then each layer's K and V weights are applied.
-        """
-        fused_TH = self.hidden_norm(self.fc(features_TC))
-        if self.qkv_LXH is None:
-            kv_LTX = torch.stack([a.qkv_proj(fused_TH)[0][:, self.first_k_row :] for a in self.attentions])
-        else:
-            kv_LTX = torch.matmul(fused_TH, self.qkv_LXH[:, self.first_k_row :].transpose(1, 2))
-            if self.bias_LX is not None:
-                kv_LTX += self.bias_LX[:, None, self.first_k_row :]
-        k_TLGE, v_TLGE = kv_LTX.view(*kv_LTX.shape[:2], *self.kv_shape).transpose(0, 1).unbind(2)
-        return k_TLGE, v_TLGE
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether the layers' projections were quantized while loading. `attach` must have been called."""
+        return self.context.qkv_LXH is None
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -280,21 +234,30 @@ class DFlashDraftModel(nn.Module):
         """Load a checkpoint, or update some of its tensors while serving.
 
         Raises:
-            ValueError: a tensor is unknown, or a quantized draft is updated.
+            ValueError: a tensor is unknown, a quantized draft is updated, or an update has another d2t.
             AssertionError, RuntimeError: a tensor has a wrong shape (raised by SGLang's loaders).
         """
         parameters = dict(self.named_parameters())
+        weights = tensors.apart(self.fields, weights)
         if self.needed <= self.loaded:
-            if self.qkv_LXH is None:
+            if self.is_quantized:
                 raise ValueError(QUANTIZED)
-            weights = list(weights)  # `weights` may be a generator, and is iterated twice
+            weights = list(weights)  # a generator, iterated twice
             require_all_known((name for name, _ in weights), parameters)
+            self._require_same_vocabulary(dict(weights).get("d2t"))
         for name, tensor in weights:
-            name = name.removeprefix("model.")
-            if not is_unused(name):
+            name = own_name(name)
+            if not is_unused(name, parameters):
                 fused, shard = require_known(name, parameters)
                 loader_of(parameters[fused])(parameters[fused], tensor, *shard)
                 self.loaded.add(name)
+
+    def _require_same_vocabulary(self, d2t_D: torch.Tensor | None) -> None:
+        """Check that an update keeps the reduced vocabulary, whose rows of the head were copied at the start."""
+        if self.fields.draft_vocab_size and d2t_D is not None and not torch.equal(d2t_D.to(self.d2t), self.d2t):
+            raise ValueError(
+                "d2t lists other tokens than that of the served draft; restart the server with the new draft"
+            )
 
 
 EntryClass = DFlashDraftModel

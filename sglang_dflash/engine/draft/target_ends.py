@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
@@ -18,7 +19,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from sglang_dflash.engine.draft.fp8_head import Fp8Head
+from sglang_dflash.engine.draft.head_copy import Fp8Head, HeadCopy
 from sglang_dflash.errors import STOCK, NotSupported
 
 # Method of a target that SGLang's own worker calls if the target has it. No model in SGLang 0.5.23 has this method.
@@ -31,14 +32,15 @@ TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 class TargetEnds(NamedTuple):
     """Embedding and head of the target. They are modules, not weights, so weight updates also apply to the draft."""
 
-    embed: nn.Module  # token ids -> hidden
+    embed: Callable[[torch.Tensor], torch.Tensor]  # token ids -> hidden
     head: Any  # module with .weight [V, H]; a quantized head may lack the weight
     n_vocab: int  # number of tokens in this rank's shard of the head; further rows are padding
     first_token: int  # token id of the first row of this rank's shard
     tp_group: GroupCoordinator | None  # ranks that split the head; None: each rank has the whole head
     top_k: TopK = torch.topk
     by_method: bool = False  # head.quant_method computes the logits: the weights are quantized, or packed for a CPU
-    fp8_head: Fp8Head | None = None  # used for the draft's blocks instead of `head`
+    copy: HeadCopy | None = None  # used for the draft's blocks instead of `head`
+    token_D: torch.Tensor | None = None  # int64, token ids of the copy's rows; None: consecutive from `first_token`
 
 
 def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
@@ -75,8 +77,46 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
         tp_group=tp_group,
         top_k=top_k,
         by_method=uses_method(head),
-        fp8_head=Fp8Head(head) if fp8_head else None,
     )
+
+
+def with_copy(ends: TargetEnds, d2t_D: torch.Tensor | None, *, fp8: bool) -> TargetEnds:
+    """Return `ends` with the copy of the head's rows that this draft needs, if any.
+
+    Args:
+        d2t_D: for each token of a reduced vocabulary, its id in the target's vocabulary minus its index, int64. Ids
+            increase. None: the draft has the whole vocabulary.
+        fp8: round the rows to fp8.
+    Raises:
+        ValueError: the ids do not increase or are outside the target's vocabulary.
+        NotSupported: this rank has no row of the reduced vocabulary.
+    """
+    if d2t_D is None:
+        return ends._replace(copy=Fp8Head(ends.head)) if fp8 else ends
+    token_D = d2t_D + torch.arange(len(d2t_D), device=d2t_D.device)
+    if bool((token_D[1:] <= token_D[:-1]).any()) or int(token_D[0]) < 0:
+        raise ValueError("the draft's d2t gives no increasing token ids; fetch the draft again")
+    first = ends.first_token
+    token_D = token_D[(token_D >= first) & (token_D < first + ends.n_vocab)]
+    if not len(token_D):
+        raise NotSupported(
+            f"the draft's reduced vocabulary has no token of the {ends.n_vocab} whose head this rank has; lower "
+            "--tp-size"
+        )
+    copy = (
+        Fp8Head(ends.head, token_D - first) if fp8 else HeadCopy(ends.head, token_D - first, by_method=ends.by_method)
+    )
+    return ends._replace(copy=copy, token_D=token_D, n_vocab=len(token_D))
+
+
+def unscaled(embed: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the embedding without the factor that some targets (Gemma) apply to its rows.
+
+    The trainer `speculators` trains on unscaled rows, z-lab on scaled ones.
+    """
+    if "embed_scale" not in dir(embed):
+        return embed
+    return lambda token_T: F.embedding(token_T, embed.weight)
 
 
 def is_quantized(head: nn.Module) -> bool:
@@ -113,9 +153,11 @@ def likeliest(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """
     logits_TV = head_logits(hidden_TH, ends)
     if ends.tp_group is None:
-        return logits_TV.argmax(dim=-1)
-    best_T, token_T = logits_TV.max(dim=-1)
-    return first_best(best_T, token_T + ends.first_token, ends.tp_group)
+        row_T = logits_TV.argmax(dim=-1)
+        return row_T if ends.token_D is None else ends.token_D[row_T]
+    best_T, row_T = logits_TV.max(dim=-1)
+    token_T = row_T + ends.first_token if ends.token_D is None else ends.token_D[row_T]
+    return first_best(best_T, token_T, ends.tp_group)
 
 
 def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
@@ -152,11 +194,11 @@ def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """Return the logits of this rank's shard of the vocabulary, [T, V].
 
     `hidden_TH` must be contiguous. For a strided [B, D, H], PyTorch would expand the head and read it once per request.
-    If the head is quantized or packed, its `quant_method` computes the logits, as for the target. With `fp8_head`,
-    weights and hidden states are rounded to fp8.
+    If the head is quantized or packed, its `quant_method` computes the logits, as for the target. A copy of the head's
+    rows replaces the head.
     """
-    if ends.fp8_head is not None:
-        return ends.fp8_head.logits(hidden_TH)[:, : ends.n_vocab]
+    if ends.copy is not None:
+        return ends.copy.logits(hidden_TH)[:, : ends.n_vocab]
     if ends.by_method:
         return ends.head.quant_method.apply(ends.head, hidden_TH)[:, : ends.n_vocab]
     weight_VH = ends.head.weight[: ends.n_vocab]

@@ -10,45 +10,49 @@ from typing import Any
 from sglang_dflash.errors import STOCK, NotSupported
 
 DFLASH, DFLASH_2 = "DFlashDraftModel", "DFlash2DraftModel"
+LAGUNA = "DFlashLagunaForCausalLM"  # DFlash with a gate, and with norms for features and context
 # Network (DFlash or DFlash 2) by architecture name. SGLang uses some of the names for drafts of a single target.
 ARCHITECTURES = {
     DFLASH: DFLASH,
+    "Qwen3DFlashDraftModel": DFLASH,  # trainer NeMo Automodel, as the next
+    "Qwen3DFlash2DraftModel": DFLASH_2,
     "MuseGlimmerAssistantModel": DFLASH,
+    LAGUNA: DFLASH,
+    "DominoDraftModel": DFLASH,  # trainer SpecForge
     DFLASH_2: DFLASH_2,
     "DFlash2BeamDraftModel": DFLASH_2,
     "MiniMaxDFlash2DraftModel": DFLASH_2,
 }
 
-# Fields that are true if slot 0's output predicts the token of slot 1. In DFlash the output of slot i is the draft for
-# slot i, and slot 0 only holds the anchor.
+# Fields that are true if the output of slot i predicts the token of slot i + 1 ("anchor-first"). In z-lab's drafts it
+# predicts the token of slot i, and slot 0 only holds the anchor.
 ANCHOR_FIRST = ("sample_from_anchor", "query_zero_predicts_next")
+
+# Fields of Domino in `dflash_config`. The number of first drafts without a correction must be 1.
+DOMINO = ("shift_label", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
 
 # Names of other drafters, by the keys (or prefixes of keys) that they have in `dflash_config`.
 VARIANT_KEYS = {
     "lilicorr_": "LiLiCorr",
-    "gru_": "Domino",
-    "emb_dim": "Domino",
-    "shift_label": "Domino",
-    "pure_draft_prefix_len": "Domino",
     "markov_": "DSpark",
     "enable_confidence": "DSpark",
     "attention_sink_bias": "a draft with attention sinks",
     "attention_value_scale": "a draft with scaled values",
-    "swa_window_size": "Nemotron",
 }
 
 # Drafts that SGLang's own DFLASH worker computes: by architecture, by variant of `VARIANT_KEYS`, by field and value. It
 # cannot serve the others, because it ignores their fields and tensors without an error.
 SERVED_BY_STOCK = {
-    "architectures": ("DFlashLagunaForCausalLM", "LiLiCorrDraftModel"),
+    "architectures": ("LiLiCorrDraftModel",),
     "variant": ("a draft with attention sinks", "a draft with scaled values"),
-    "projector_type": ("domino",),
     "use_gemma_norm": (True,),
     "hidden_act": ("swigluoai",),
     "rope_is_neox_style": (False,),
     "is_neox_style": (False,),
 }
 GIVE = "give a DFlash draft"
+# Keys of config.json that must equal another key, if both are given.
+EQUAL = {"target_hidden_size": "hidden_size", "v_head_dim": "head_dim"}
 # Architectures of drafts that SGLang serves as another algorithm.
 DSPARK = ("DSparkDraftModel", "Lfm2DSparkDraftModel", "DSparkMiniMaxDraftModel")
 
@@ -69,6 +73,20 @@ KEYS = {
     "conv_group_size",
     "selector_rank",
     "selector_top_k",
+    "causal_head",
+    "use_swa",
+    "swa_window_size",
+    "draft_vocab_size",
+    "embeds_scaled",
+    *ANCHOR_FIRST,
+    *DOMINO,
+}
+# Keys of `dflash_config` that trainers write and that do not change what a draft computes.
+TRAINING_KEYS = {
+    "num_anchors",  # blocks per training text
+    "loss_decay_gamma",
+    "backbone_rotary_base",  # the target's rope
+    "runtime_block_size",  # block of the trainer's own evaluation
 }
 
 # Keys of config.json that change the computation, each with its only supported value. Null is accepted too.
@@ -77,12 +95,12 @@ TOP_LEVEL = {
     "use_gemma_norm": False,
     "has_embed_tokens": False,
     "has_lm_head": False,
-    "gating": None,
     "hidden_act": "silu",
     "num_experts": None,
     "markov_rank": 0,
     "enable_confidence_head": False,
     "input_embedding_scale": 1.0,
+    "use_aux_hidden_state": True,
     "rope_is_neox_style": True,
     "is_neox_style": True,
 }
@@ -103,7 +121,6 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
             f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {DFLASH} or {DFLASH_2}; "
             f"{cure('architectures', *architectures)}"
         )
-    _refuse_anchor_first(config, path)
     _refuse_quantized(config, path)
     dflash = config.get("dflash_config")
     if not isinstance(dflash, dict):
@@ -112,10 +129,17 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
             f"give a DFlash draft, or {STOCK}"
         )
     projector = dflash.get("projector_type", config.get("projector_type"))
-    if projector not in (None, "dflash"):
+    if projector not in (None, "dflash", "dflash2", "domino"):
         raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash; {cure('projector_type', projector)}")
+    if projector == "domino" and dflash.get("pure_draft_prefix_len") != 1:
+        raise NotSupported(
+            f"{path}: pure_draft_prefix_len={dflash.get('pure_draft_prefix_len')!r} is not 1 (Domino corrects every "
+            f"draft but the first); {GIVE}"
+        )
+    if projector == "domino" and not isinstance(dflash.get("shift_label"), bool):
+        raise ValueError(f"{path}: config.json has no shift_label; add true or false, as the draft was trained")
     for key, value in dflash.items():
-        if key not in KEYS and value not in (None, False, 0):
+        if key not in KEYS | TRAINING_KEYS and value not in (None, False, 0, TOP_LEVEL.get(key)):
             _refuse_key(path, key, value)
     if dflash.get("attention_mode", "gqa") not in ("gqa", "mha"):
         raise NotSupported(f"{path}: dflash_config.attention_mode={dflash['attention_mode']!r} is not gqa; {GIVE}")
@@ -124,6 +148,14 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
         if value not in (expected, None) and (value or expected is not None):
             wanted = repr(expected) if expected is not None else f"no {key}"
             raise NotSupported(f"{path}: {key}={value!r} is not DFlash (which has {wanted}); {cure(key, value)}")
+    _refuse_unequal(config, path)
+
+
+def _refuse_unequal(config: Mapping[str, Any], path: str) -> None:
+    for key, other in EQUAL.items():
+        value, expected = config.get(key), config.get(other)
+        if None not in (value, expected) and value != expected:
+            raise NotSupported(f"{path}: {key} {value} is not {other} {expected}, as in DFlash; {GIVE}")
 
 
 def cure(field: str, *values: Any) -> str:
@@ -141,17 +173,6 @@ def _refuse_key(path: str, key: str, value: Any) -> None:
         f"{path}: dflash_config.{key}={value!r} is not DFlash, but {variant or 'an unknown variant'}; "
         f"{cure('variant', variant) if variant else unknown}"
     )
-
-
-def _refuse_anchor_first(config: Mapping[str, Any], path: str, inside: str = "") -> None:
-    for key, value in config.items():
-        if key in ANCHOR_FIRST and value not in (None, False, 0):
-            raise NotSupported(
-                f"{path}: {inside}{key}={value!r}: its blocks are anchor-first (slot 0 predicts the next token), which "
-                "is not supported; give a draft whose slot 1 predicts it"
-            )
-        if isinstance(value, dict):
-            _refuse_anchor_first(value, path, f"{inside}{key}.")
 
 
 def _refuse_quantized(config: Mapping[str, Any], path: str) -> None:

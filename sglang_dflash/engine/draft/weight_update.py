@@ -18,7 +18,7 @@ from typing import Any
 from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft.dialects import is_draft
 from sglang_dflash.engine.draft.pair import check_borrowed
-from sglang_dflash.engine.draft.record import SECOND, Checkpoint
+from sglang_dflash.engine.draft.record import ADDED, Checkpoint
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.engine.draft.weights import QUANTIZED
 
@@ -27,7 +27,7 @@ Update = Callable[..., tuple[bool, str]]
 BUILT = (
     "target_layer_ids", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "hidden_size",
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
-    "attention_bias", "sliding_is_causal", *SECOND,
+    "attention_bias", "sliding_is_causal", "full_is_causal", "norms_features", "gating", *ADDED,
 )  # fmt: skip
 
 
@@ -75,10 +75,9 @@ def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int, block_siz
 
     Raises:
         ValueError: a value differs, the new draft's blocks are too short, or a target tensor in its files does not fit.
-        NotSupported: the new draft's vocabulary is reduced.
     """
     check_borrowed(new, "that of this server", hidden_size=served.hidden_size, vocab_size=vocab_size)
-    if new.block_size < block_size:
+    if new.n_drafts + 1 < block_size:
         raise ValueError(
             f"{new.path}: block_size is {new.block_size}, and this server drafts blocks of {block_size}; "
             "restart the server with the new draft"

@@ -10,7 +10,7 @@ from sglang.srt.layers.parameter import BasevLLMParameter
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-from sglang_dflash.engine.draft.files import BORROWED, ROTARY
+from sglang_dflash.engine.draft.files import BORROWED, ROTARY, own_name
 from sglang_dflash.engine.draft.pair import unused
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str
     Raises:
         ValueError: the draft has no such tensor.
     """
-    fused, shard = fused_name(name.removeprefix("model."))
-    if fused not in parameters and not is_unused(name):
+    fused, shard = fused_name(own_name(name))
+    if fused not in parameters and not is_unused(name, parameters):
         raise ValueError(f"a DFlash draft has no tensor {name!r}")
     return fused, shard
 
@@ -62,14 +62,15 @@ def require_all_known(names: Iterable[str], parameters: Container[str]) -> None:
     left_out = []
     for name in names:
         require_known(name, parameters)
-        left_out += [name] * is_unused(name)
+        left_out += [name] * is_unused(name, parameters)
     if left_out:
         logger.info(unused(left_out))
 
 
-def is_unused(name: str) -> bool:
+def is_unused(name: str, parameters: Container[str]) -> bool:
     """Return whether a tensor is not loaded: the draft never uses it (`BORROWED`), or computes it (`ROTARY`)."""
-    return name.removeprefix("model.") in BORROWED or name.endswith(ROTARY)
+    name = own_name(name)
+    return name not in parameters and (name in BORROWED or name.endswith(ROTARY))
 
 
 def checkpoint_names(parameters: Iterable[str]) -> set[str]:

@@ -13,17 +13,18 @@ DUMMY = "dummy"  # SGLang's name for random weights
 
 
 def block_size(arguments: Arguments, draft: Checkpoint) -> int:
-    """Return the block size N: the launch's if it sets one, else the trained size.
+    """Return the block size N, anchor and drafts: the launch's if it sets one, else the trained size.
 
     Raises:
         ValueError: the launch sets a block longer than the trained size, or shorter than 2 tokens.
     """
-    asked = draft.block_size if arguments.block_size is None else arguments.block_size
-    if not 2 <= asked <= draft.block_size:
+    trained = draft.n_drafts + 1
+    asked = trained if arguments.block_size is None else arguments.block_size
+    if not 2 <= asked <= trained:
         raise ValueError(
-            f"block size {asked} is not within 2..{draft.block_size}: {draft.path} was trained for blocks of "
-            f"{draft.block_size} tokens (config.json: block_size); set --speculative-num-draft-tokens or "
-            f"--speculative-dflash-block-size to 2..{draft.block_size}, or drop both"
+            f"block size {asked} is not within 2..{trained}: {draft.path} was trained for blocks of {draft.n_drafts} "
+            "drafts after the anchor (config.json: block_size); set --speculative-num-draft-tokens or "
+            f"--speculative-dflash-block-size to 2..{trained}, or drop both"
         )
     return asked
 

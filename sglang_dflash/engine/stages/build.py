@@ -36,7 +36,7 @@ def build_stages(
     ranks: OneGroup,
     widths: Sequence[int],
     copy: Copy,
-    block_size: int,
+    n_slots: int,
     mask_token_id: int,
     slots_are_ours: bool,
     simulated: Simulated | None,
@@ -54,13 +54,15 @@ def build_stages(
         ranks: arrangement of the ranks, see `OneGroup`.
         widths: verify widths.
         copy: use of n-gram copies.
+        n_slots: slots of a drafted block.
         slots_are_ours: SGLang copies no K/V out of or into KV slots, see `DFlashConfig`.
         simulated: acceptance to simulate; None: acceptance is real.
         on_host: the target runs on the CPU, without GPU emulation.
     """
     target = worker.model_runner
-    most = widest(block_size, widths)
-    planner, choice = Planner(target, block_size, most, mask_token_id), Choice(target, logits)
+    layout = draft.model.filling.layout
+    most = widest(layout.n_tokens(n_slots), widths)
+    planner, choice = Planner(target, n_slots, most, mask_token_id), Choice(target, logits)
     engines = build_engines(
         worker,
         *states,
@@ -70,7 +72,7 @@ def build_stages(
     )
     return Stages(
         planner=planner,
-        drafter=Drafter(draft, slots, block_size, ranks.draft_scope(target)),
+        drafter=Drafter(draft, slots, n_slots, layout, ranks.draft_scope(target)),
         verifier=Verifier(worker, engines, ranks, on_host=on_host),
         choice=choice,
         accept=SimulatedAccept(simulated) if simulated else ACCEPT.form_for(planner.req_to_token),
@@ -79,7 +81,7 @@ def build_stages(
             draft,
             slots,
             n_requests=target.max_running_requests,
-            block_size=block_size,
+            block_size=n_slots,
             may_wait=slots_are_ours,
         ),
         copier=make_copier(copy, planner.req_to_token, target.model_config.vocab_size),

@@ -18,6 +18,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.memory.slots import DraftSlots, Seen
 from sglang_dflash.engine.stages.forward import directly, through_runner
 from sglang_dflash.engine.stages.ranks import Scope, within
@@ -27,10 +28,10 @@ from sglang_dflash.engine.step import Block, Plan
 class Drafter:
     """Stage that drafts blocks."""
 
-    def __init__(self, runner: ModelRunner, slots: DraftSlots, block_size: int, scope: Scope) -> None:
+    def __init__(self, runner: ModelRunner, slots: DraftSlots, n_slots: int, layout: Layout, scope: Scope) -> None:
         self.runner = runner
-        self.slots = slots
-        self.block_info = block_info(block_size, CaptureHiddenMode.NULL, runner.device)
+        self.slots, self.layout = slots, layout
+        self.block_info = block_info(n_slots, CaptureHiddenMode.NULL, runner.device)
         # Without graphs this attribute is None or SGLang's eager runner.
         self.captured = runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
         self.forward = within(scope, through_runner(runner) if self.captured else directly(runner))
@@ -53,8 +54,7 @@ class Drafter:
         seen.kv.bind(batch, self.runner.kv_index_translator)
         options = {} if self.captured else {"n_filled": plan.width}
         tokens_T = self.forward(batch, **options).logits_output.hidden_states
-        tokens_BN = tokens_T.view(plan.n_requests, -1)[:, : plan.width]
-        return torch.cat([tokens_BN, plan.verified.tokens_BN[:, block.tokens_BN.shape[1] :]], dim=1)
+        return self.layout.verified(tokens_T.view(plan.n_requests, -1), plan.verified.tokens_BN)
 
 
 def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) -> DFlashVerifyInput:

@@ -67,7 +67,7 @@ class DryRun:
             return
         stages = self.stages
         for size in [1] if self.on_host else batch_sizes(n_requests):
-            whole, anchors = self.plan(size, stages.planner.block_size), self.plan(size, 1)
+            whole, anchors = self.plan(size, stages.planner.n_slots), self.plan(size, 1)
             stages.drafter.draft(whole, graphs=True)
             for width in widths:
                 logits_TV, features_TC = self.after_draft(size, width)()

@@ -13,16 +13,16 @@ from sglang_dflash.engine.step import Block, Plan
 class Planner:
     """Stage that plans the position and the KV slot of every block token."""
 
-    def __init__(self, target_runner: ModelRunner, block_size: int, widest: int, mask_token_id: int) -> None:
+    def __init__(self, target_runner: ModelRunner, n_slots: int, widest: int, mask_token_id: int) -> None:
         """Store the target's request table and the sizes of blocks.
 
         Args:
-            block_size: number of tokens per drafted block, anchor included.
+            n_slots: number of slots of a drafted block, anchor included.
             widest: largest number of tokens per request whose K/V a step writes.
         """
         self.req_to_token = target_runner.req_to_token_pool.req_to_token
         self.translator = target_runner.kv_index_translator
-        self.block_size, self.widest = block_size, widest
+        self.n_slots, self.widest = n_slots, widest
         self.mask_token_id = mask_token_id
         # The op's form is selected once, because the device of the tensors never changes.
         self.plan_block = PLAN_BLOCK.form_for(self.req_to_token)
@@ -77,5 +77,5 @@ class Planner:
             )
 
         verified = block(width)
-        drafted = None if width == 1 else verified if width == self.block_size else block(self.block_size)
+        drafted = None if width == 1 else verified if width == self.n_slots else block(self.n_slots)
         return Plan(drafted, verified, prefix_len_B=prefix_len_B, rows_B=rows_B, rows_B_cpu=rows_B_cpu)

@@ -71,13 +71,13 @@ def require_launches(nodes: list[Node]) -> None:
     for model in watched():
         if not isinstance(model, DFlashDraftModel) or not any(storage_of(p) in read for p in model.parameters()):
             continue
-        if model.qkv_LXH is None:  # a quantized draft, whose matrix products take several operations on a CPU
+        if model.is_quantized:  # a quantized draft, whose matrix products take several operations on a CPU
             continue
         most = budget.draft_forward(
             len(model.layers),
             second=model.candidate_selector is not None,
             ranks=get_parallel().tp_size > 1,
-            fp8_head=model.ends.fp8_head is not None,
+            fp8_head=model.ends.copy is not None,
         )
         if len(nodes) > most:
             raise CaptureError(

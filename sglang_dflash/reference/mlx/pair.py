@@ -13,7 +13,7 @@ import mlx_lm
 from huggingface_hub import hf_hub_download
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from sglang_dflash.engine.draft import checkpoint, files
+from sglang_dflash.engine.draft import checkpoint, files, tensors
 from sglang_dflash.engine.draft.pair import check_pair
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.reference.mlx.draft import MLXDraft
@@ -97,6 +97,9 @@ def load_draft(source: str) -> MLXDraft:
     """Load the draft. Raises the errors of `sglang_dflash.reference.torch.DraftModel.from_pretrained`."""
     with fetching(source):
         folder = files.local_folder(source)
-    draft = MLXDraft(checkpoint.read(str(folder)))
-    draft.load_weights(list(files.read_tensors(folder, lambda file: mx.load(str(file))).items()))
+    config = checkpoint.read(str(folder))
+    if named := config.unlike_z_lab():
+        raise NotSupported(f"{config.path}: {named[0]} is not supported on MLX; give a draft in z-lab's form")
+    draft = MLXDraft(config)
+    draft.load_weights(list(tensors.tensors_of(config, folder, lambda file: mx.load(str(file))).items()))
     return draft

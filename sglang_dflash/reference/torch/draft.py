@@ -2,7 +2,7 @@
 
 A block is the anchor (the last committed token) followed by mask tokens. Every slot attends to the context KV, which is
 projected in each layer from the features of all committed tokens before the anchor. A slot also attends to its block,
-in causal sliding layers only up to the slot itself. The draft uses the target's embedding and head.
+in causal layers only up to the slot itself. The draft uses the target's embedding and head.
 
 Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, S context tokens or slots, H hidden, C
 features, L layers, G key/value heads, Q query heads per key/value head, E head width. Generation uses one block per
@@ -11,13 +11,14 @@ sequence, training many blocks over one context.
 This module contains no target, sampling or loss.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from sglang_dflash.engine.draft.record import Checkpoint
+from sglang_dflash.reference.torch.domino import Domino
 from sglang_dflash.reference.torch.rope import Rotation, rope_frequencies, rotate, rotation_at
 from sglang_dflash.reference.torch.second import BlockConv, CandidateSelector, convolved
 
@@ -57,6 +58,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
         self.q_norm = Norm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Norm(config.head_dim, eps=config.rms_norm_eps)
+        self.g_proj = None
+        if config.gating:
+            n_gates = config.num_attention_heads if config.gating == "per-head" else q_size
+            self.g_proj = nn.Linear(config.hidden_size, n_gates, bias=False)
 
     def heads(self, flat: torch.Tensor) -> torch.Tensor:
         """Split heads: [..., S, heads * E] -> [..., heads, S, E]."""
@@ -91,7 +96,13 @@ class Attention(nn.Module):
         of_context, of_block = shares.split([T, N], dim=-1)
         out_RGQANE = (of_context.flatten(2, 4) @ value_RGTE).view_as(query_RGQANE)
         out_RGQANE = out_RGQANE + of_block @ value_RAGNE.transpose(1, 2)[:, :, None]
-        return self.o_proj(out_RGQANE.permute(0, 3, 4, 1, 2, 5).reshape(R, A, N, -1))
+        out_RANE = out_RGQANE.permute(0, 3, 4, 1, 2, 5).reshape(R, A, N, -1)  # E: all heads side by side
+        return self.o_proj(out_RANE if self.g_proj is None else self.gated(out_RANE, self.g_proj(hidden_RANH)))
+
+    def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Multiply each head of `out`, or each of its elements, by the softplus of its gate."""
+        gate = F.softplus(gate.float()).to(out.dtype)
+        return out * gate.repeat_interleave(out.shape[-1] // gate.shape[-1], dim=-1)
 
 
 class Mlp(nn.Module):
@@ -136,6 +147,8 @@ class Layer(nn.Module):
 class Draft(nn.Module):
     """The draft of a DFlash checkpoint; parameter names are the checkpoint's tensor names."""
 
+    d2t: torch.Tensor  # int64; only with a reduced vocabulary
+
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
         self.config = config
@@ -144,6 +157,11 @@ class Draft(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
+        self.domino = Domino(config) if config.gru_hidden_dim else None
+        n_norms = len(config.target_layer_ids) if config.norms_features else 0
+        self.aux_hidden_norms = nn.ModuleList(Norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(n_norms))
+        if config.draft_vocab_size:  # token i of the draft is the target's token i + d2t[i]
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     @property
     def device(self) -> torch.device:
@@ -155,10 +173,15 @@ class Draft(nn.Module):
 
     def context_kv(self, features_RTC: torch.Tensor, first_position: int = 0) -> ContextKV:
         """Return keys and values for the features of T consecutive tokens, the first at `first_position`."""
+        if self.aux_hidden_norms:
+            captured = features_RTC.chunk(len(self.aux_hidden_norms), dim=-1)
+            features_RTC = torch.cat([norm(x) for norm, x in zip(self.aux_hidden_norms, captured, strict=True)], dim=-1)
         hidden_RTH = self.hidden_norm(self.fc(features_RTC))
         positions_T = torch.arange(first_position, first_position + features_RTC.shape[1], device=self.device)
         rotation = self._rotation(positions_T)
-        pairs = [cast(Layer, layer).self_attn.key_value(hidden_RTH, rotation) for layer in self.layers]
+        layers = [cast(Layer, layer) for layer in self.layers]
+        own = [layer.input_layernorm(hidden_RTH) if self.config.norms_features else hidden_RTH for layer in layers]
+        pairs = [layer.self_attn.key_value(x, rotation) for layer, x in zip(layers, own, strict=True)]
         keys, values = zip(*pairs, strict=True)
         return ContextKV(torch.stack(keys), torch.stack(values))
 
@@ -172,7 +195,7 @@ class Draft(nn.Module):
         """Return the hidden states of every slot, after the final norm: [R, A, N, H].
 
         Args:
-            embeddings_RANH: the target's embeddings of anchor, mask, mask, ...
+            embeddings_RANH: the target's embeddings of anchor, mask, mask, ..., see `embeddings`.
             prefix_len_RA: int64, the position of each block's anchor. Context from this position on is masked.
             draft_window: largest number of context tokens that the block attends to; None: no limit.
         """
@@ -186,14 +209,47 @@ class Draft(nn.Module):
             hidden_RANH = layer(hidden_RANH, rotation, context_RGTE, visible_RANK)
         return self.norm(hidden_RANH)
 
-    def guesses(self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor) -> torch.Tensor:
-        """Return the drafts of X blocks, int64 [X, D]: the selector's path if there is a selector, else the argmax.
+    def embeddings(self, tokens: torch.Tensor, embed: Any) -> torch.Tensor:
+        """Return embeddings of token ids, [...] -> [..., H], by the target's module `embed`.
+
+        Some drafts were trained without the factor by which `embed` scales the rows.
+        """
+        if self.config.embeds_scaled:
+            return embed(tokens).to(self.dtype)
+        return F.embedding(tokens, embed.weight).to(self.dtype)
+
+    def predicting(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that predict drafts, [..., N, H] -> [..., D, H]: all, all but the first or last."""
+        if self.config.sample_from_anchor:
+            return hidden
+        return hidden[..., :-1, :] if self.config.shift_label else hidden[..., 1:, :]
+
+    def token_ids(self) -> torch.Tensor:
+        """Return the target's ids of the tokens of a reduced vocabulary, int64."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def listed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., V] with -inf for the tokens that are not in the draft's vocabulary."""
+        if not self.config.draft_vocab_size:
+            return logits
+        outside = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        outside[self.token_ids()] = False
+        return logits.masked_fill(outside, -torch.inf)
+
+    def guesses(
+        self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor, embed: nn.Module
+    ) -> torch.Tensor:
+        """Return the drafts of X blocks, int64 [X, D]: the selector's or Domino's path, if any, else the argmax.
 
         Args:
-            hidden_XDH: hidden states of the slots after the anchors.
+            hidden_XDH: hidden states that predict the drafts, see `predicting`.
             logits_XDV: the target head's output for these slots.
             anchor_X: int64, token ids of the anchors.
+            embed: the target's embedding.
         """
+        logits_XDV = self.listed(logits_XDV)
+        if self.domino is not None:
+            return self.domino.walk(hidden_XDH, logits_XDV, anchor_X, lambda tokens: self.embeddings(tokens, embed))
         if self.candidate_selector is None:
             return logits_XDV.argmax(-1)
         return self.candidate_selector.walk(hidden_XDH, logits_XDV, anchor_X)
@@ -218,9 +274,11 @@ class Draft(nn.Module):
             dim=-1,
         )
         window = self.config.layer_windows[layer]
-        if window is None:
+        if window is None and not self.config.full_is_causal:
             return visible
         key_positions_RAK = torch.cat([token_T.expand(*positions_RAN.shape[:2], -1), positions_RAN], dim=-1)
         distance_RANK = positions_RAN[..., None] - key_positions_RAK[:, :, None]
+        if window is None:
+            return visible & (distance_RANK >= 0)
         latest = 0 if self.config.sliding_is_causal else 1 - window
         return visible & (distance_RANK >= latest) & (distance_RANK < window)

@@ -26,7 +26,7 @@ from sglang_dflash.reference.torch.target import TargetReader, check_pair
 class Options:
     """Options of a generation.
 
-    block_size: slots of a block, the anchor included; None: the checkpoint's.
+    block_size: tokens of a block, anchor and drafts; None: as many as the draft was trained for.
     width: number of tokens verified per step; more than the block only with `copies`. None: the block size.
     draft_window: largest number of context tokens that a block attends to; None: no limit.
     page_size: tokens per KV page. The window begins at a page boundary, so it is up to `page_size` - 1 tokens longer.
@@ -109,12 +109,12 @@ def draft_block(
         sizes: N, and the draft window or None.
     """
     N, draft_window = sizes
-    masks = anchor.new_full((N - 1,), draft.config.mask_token_id)
-    embeddings_NH = target.get_input_embeddings()(torch.cat([anchor, masks])).to(draft.dtype)
+    masks = anchor.new_full((N - 1 - draft.config.sample_from_anchor,), draft.config.mask_token_id)
+    embeddings_NH = draft.embeddings(torch.cat([anchor, masks]), target.get_input_embeddings())
     prefix_len_RA = anchor.new_tensor([[context.n_tokens]])
     hidden_RANH = draft(embeddings_NH[None, None], context, prefix_len_RA, draft_window)
-    hidden_1DH = hidden_RANH[0, :, 1:]
-    guesses_1D = draft.guesses(hidden_1DH, draft_logits(hidden_1DH, target), anchor)
+    hidden_1DH = draft.predicting(hidden_RANH[0])
+    guesses_1D = draft.guesses(hidden_1DH, draft_logits(hidden_1DH, target), anchor, target.get_input_embeddings())
     return torch.cat([anchor, guesses_1D[0]])
 
 
@@ -134,9 +134,10 @@ def accepted_at(
     """
     text = torch.tensor([*prompt, *answer], device=target.device)
     at_A = torch.arange(len(prompt), len(text), device=text.device)
-    sizes = block_size or draft.config.block_size, draft_window
-    hidden_ADH = hidden_of_blocks(draft, target, text, at_A, sizes)[:, 1:]
-    guesses_AD = draft.guesses(hidden_ADH, draft_logits(hidden_ADH, target), text[at_A]).tolist()
+    sizes = block_size or draft.config.n_drafts + 1, draft_window
+    hidden_ADH = draft.predicting(hidden_of_blocks(draft, target, text, at_A, sizes))
+    logits_ADV, embed = draft_logits(hidden_ADH, target), target.get_input_embeddings()
+    guesses_AD = draft.guesses(hidden_ADH, logits_ADV, text[at_A], embed).tolist()
     return [
         len(list(takewhile(bool, (guess == token for guess, token in zip(guesses, answer[i + 1 :], strict=False)))))
         for i, guesses in enumerate(guesses_AD)
@@ -148,13 +149,13 @@ def hidden_of_blocks(
 ) -> torch.Tensor:
     """Return the draft's hidden states [A, N, H] for blocks that start at positions `at_A` of `text`, both int64.
 
-    Each block attends to the text before its anchor. `sizes`: N, and the draft window or None.
+    Each block attends to the text before its anchor. `sizes`: tokens of a block, and the draft window or None.
     """
-    N, draft_window = sizes
+    N, draft_window = sizes[0] - draft.config.sample_from_anchor, sizes[1]
     features_1SC = TargetReader(target, draft.config.target_layer_ids).read(text[None]).features_1SC
     tokens_1AN = torch.full((1, len(at_A), N), draft.config.mask_token_id, device=text.device)
     tokens_1AN[0, :, 0] = text[at_A]
-    embeddings_1ANH = target.get_input_embeddings()(tokens_1AN)
+    embeddings_1ANH = draft.embeddings(tokens_1AN, target.get_input_embeddings())
     return draft(embeddings_1ANH, draft.context_kv(features_1SC), at_A[None], draft_window)[0]
 
 
@@ -175,7 +176,7 @@ def choose(logits_NV: torch.Tensor, options: Options) -> torch.Tensor:
 def _checked_sizes(draft: Draft, input_ids: torch.Tensor, options: Options) -> tuple[int, int]:
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; give one prompt, [1, at least one token]")
-    N = options.block_size or draft.config.block_size
+    N = options.block_size or draft.config.n_drafts + 1
     width = options.width or N
     if width > N and not options.copies:
         raise ValueError(

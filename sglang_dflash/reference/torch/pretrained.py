@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from sglang_dflash.engine.draft import checkpoint, files
+from sglang_dflash.engine.draft import checkpoint, files, tensors
 from sglang_dflash.reference.torch.draft import Draft
 from sglang_dflash.reference.torch.generate import Options, spec_steps
 
@@ -60,7 +60,7 @@ class DraftModel(Draft):
         """
         folder = files.local_folder(source)
         draft = cls(checkpoint.read(str(folder)))
-        draft.load_state_dict(files.read_tensors(folder, load_file), assign=True)
+        draft.load_state_dict(tensors.tensors_of(draft.config, folder, load_file), assign=True)
         draft.requires_grad_(False)
         return draft.to(device=device, dtype=dtype).eval()
 
@@ -70,5 +70,8 @@ class DraftModel(Draft):
         folder.mkdir(parents=True, exist_ok=True)
         config = replace(self.config, dtype=str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
-        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in self.state_dict().items()}
+        tensors = {
+            name.removeprefix("domino."): (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+            for name, tensor in self.state_dict().items()
+        }
         files.write_tensors(folder, tensors, save_file)

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.draft import checkpoint, tensors
 from sglang_dflash.engine.draft import files as draft_files
 from sglang_dflash.engine.draft.fields import Fields
 from sglang_dflash.engine.memory.sizes import AttentionSizes, RecurrentSizes, fp8_head_bytes
@@ -161,7 +161,7 @@ def read_draft(model: str, quantization: str | None = None, itemsize: int | None
     _, config, source = _find(model, models.DRAFTS)
     draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # memory does not depend on the id
     itemsize = itemsize or Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
-    sizes = {name: prod(shape) for name, shape in checkpoint.expected_shapes(draft).items()}
+    sizes = {name: prod(shape) for name, shape in tensors.expected_shapes(draft).items()}
     split = {name: n for name, n in sizes.items() if name.endswith("_proj.weight")}
     whole = sizes.keys() - split.keys()
     return DraftSizes(

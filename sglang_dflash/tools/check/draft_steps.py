@@ -1,8 +1,8 @@
-"""Acceptance of a draft on one answer of the target, in PyTorch: with slots as in DFlash, and shifted by one.
+"""Acceptance of a draft on one answer of the target, in PyTorch: with slots as configured, and shifted by one.
 
-In DFlash, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. In some other
-drafters slot 0 already predicts the token after the anchor. If such a drafter is loaded as DFlash, hardly any draft is
-accepted. Only first drafts are checked, the guesses for the token after the anchor.
+In z-lab's drafts, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. In
+anchor-first drafts slot 0 already predicts the token after the anchor. If a config names the wrong layout, hardly any
+draft is accepted. Only first drafts are checked, the guesses for the token after the anchor.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from sglang_dflash.reference.torch.target import stop_token_ids
 PROMPT = "Count from one to twenty in words, then explain in a few sentences how to make tea."
 USEFUL = 0.1  # share of accepted first drafts below which the draft does not match the target
 SHIFTED = 2  # ratio of shifted to unchanged acceptance above which the layout is another one
-SHIFTS = {0: "with DFlash's slots", 1: "with slots shifted by one"}
+SHIFTS = {0: "with its slots", 1: "with slots shifted by one"}
 
 
 def measure(target_path: str, draft_path: str, n_steps: int) -> str:
@@ -61,7 +61,9 @@ def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> tor
 def first_drafts_accepted(
     draft: DraftModel, target: PreTrainedModel, text: torch.Tensor, first: int, n_steps: int
 ) -> dict[int, float]:
-    """Return the share of anchors whose next token is predicted by slot 1 (key 0), and by slot 0 (key 1, shifted).
+    """Return the share of anchors whose next token the right slot predicts (key 0), and the other (key 1, shifted).
+
+    The right slot is slot 1, or slot 0 of an anchor-first draft.
 
     Args:
         text: int64 [tokens].
@@ -72,10 +74,10 @@ def first_drafts_accepted(
     at_A = torch.arange(first, min(first + n_steps, len(text) - 1), device=text.device)
     if not len(at_A):
         raise ValueError("the target generated no token for the check's prompt; give another --draft-steps")
-    hidden_ANH = hidden_of_blocks(draft, target, text, at_A, (draft.config.block_size, None))
-    tokens_AN = draft_logits(hidden_ANH, target).argmax(-1)
-    next_A = text[at_A + 1]
-    return {shift: (tokens_AN[:, 1 - shift] == next_A).float().mean().item() for shift in SHIFTS}
+    hidden_ANH = hidden_of_blocks(draft, target, text, at_A, (draft.config.n_drafts + 1, None))
+    tokens_AN = draft.listed(draft_logits(hidden_ANH, target)).argmax(-1)
+    next_A, right = text[at_A + 1], 1 - draft.config.sample_from_anchor
+    return {shift: (tokens_AN[:, abs(right - shift)] == next_A).float().mean().item() for shift in SHIFTS}
 
 
 def verdict(shares: dict[int, float], n_steps: int) -> str:
@@ -87,7 +89,8 @@ def verdict(shares: dict[int, float], n_steps: int) -> str:
     shown = ", ".join(f"{shares[shift]:.0%} {how}" for shift, how in SHIFTS.items())
     if shares[1] >= USEFUL and shares[1] > SHIFTED * shares[0]:
         raise ValueError(
-            f"drafts are accepted if shifted by one ({shown}), which is not DFlash's layout; give another draft"
+            f"drafts are accepted if shifted by one ({shown}); correct sample_from_anchor in the draft's config.json, "
+            "or give another draft"
         )
     if shares[0] < USEFUL:
         raise ValueError(

@@ -188,7 +188,9 @@ def test_the_selector_learns_from_the_right_previous_token():
         slot[5], slot[6], slot[7] = 3.0, 2.0, 1.0
     before, labels = torch.tensor([1, 2, 3]), torch.tensor([5, 7, 9])
     head = Head(torch.empty(VOCAB, 32), None, None)
-    scores, right = candidate_scores(selector, head, logits, Slots(hidden, before, labels, torch.ones(3)))
+    scores, right = candidate_scores(
+        selector, head, logits, Slots(hidden, before, labels, torch.ones(3), torch.zeros(3, dtype=torch.bool))
+    )
     assert right.tolist() == [0, 2, 2]
     for i, tokens in enumerate([[5, 6, 7], [5, 6, 7], [5, 6, 9]]):
         want = logits[i, tokens] + selector.edges(before[i], hidden[i], torch.tensor(tokens))

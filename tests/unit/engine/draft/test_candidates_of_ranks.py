@@ -19,7 +19,7 @@ def test_candidates_equal_those_of_the_whole_vocabulary() -> None:
     def on_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         shard = weight_VH[rank * SHARD : (rank + 1) * SHARD]
         ends: Any = SimpleNamespace(
-            head=SimpleNamespace(weight=shard), n_vocab=SHARD, first_token=rank * SHARD, tp_group=group, fp8_head=None,
+            head=SimpleNamespace(weight=shard), n_vocab=SHARD, first_token=rank * SHARD, tp_group=group, copy=None,
             by_method=False, top_k=lambda logits, k: logits.topk(k, dim=-1),
         )  # fmt: skip
         return best_candidates(hidden_TH, ends, K)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from huggingface_hub.errors import NotASafetensorsRepoError, RevisionNotFoundError, SafetensorsParsingError
 
-from sglang_dflash.engine.draft import checkpoint, files
+from sglang_dflash.engine.draft import checkpoint, files, tensors
 from sglang_dflash.errors import NotSupported
 
 
@@ -107,7 +107,7 @@ def test_dtypes_of_torch_and_of_older_transformers(checkpoints, tmp_path):
 def test_a_bias_has_the_width_of_its_projection(folder):
     """The draft has 4 heads and 2 KV heads, here of width 32, and a hidden size of 64."""
     draft = replace(checkpoint.read(str(folder)), attention_bias=True, head_dim=32)
-    shapes = checkpoint.expected_shapes(draft)
+    shapes = tensors.expected_shapes(draft)
     widths = {name: shapes[f"layers.1.self_attn.{name}_proj.bias"] for name in "qkvo"}
     assert widths == {"q": (128,), "k": (64,), "v": (64,), "o": (64,)}
 
@@ -134,8 +134,8 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
     [
         ({"architectures": None}, NotSupported, "architecture is missing"),
         ({"dflash_config": {"lilicorr_enabled": True}}, NotSupported, "not DFlash, but LiLiCorr; give a DFlash draft$"),
-        ({"dflash_config": {"projector_type": "domino"}}, NotSupported, "projector_type='domino' is not DFlash"),
-        ({"projector_type": "domino"}, NotSupported, "projector_type='domino' is not DFlash; .*SGLANG_DFLASH_WORKER"),
+        ({"dflash_config": {"projector_type": "dspark"}}, NotSupported, "projector_type='dspark' is not DFlash"),
+        ({"projector_type": "lilicorr"}, NotSupported, "projector_type='lilicorr' is not DFlash; give a DFlash draft"),
         ({"projector_type": "mlp"}, NotSupported, "projector_type='mlp' is not DFlash; give a DFlash draft$"),
         (
             {"dflash_config": {"attention_sink_bias": True}}, NotSupported,

@@ -71,8 +71,66 @@ def test_other_dialects_are_read_as_the_same_draft(config, tmp_path):
     read = checkpoint.read(str(write(tmp_path / "other", config)))
     ours = checkpoint.read(str(write_draft(tmp_path / "ours")))
     converted = {"num_target_layers": 4} | read.to_json()  # speculators does not write num_target_layers
+    converted["dflash_config"].pop("embeds_scaled", None)  # speculators trains on unscaled embeddings
     assert converted == ours.to_json()
     assert is_draft(read.path)
+
+
+OPEN_SPEC = LAYERS | {
+    "architectures": ["DflashDraftModel"],
+    "open_spec_config_version": "0.0.0",
+    "speculators_metadata": {"speculators_version": "0.6"},
+    "speculative_config": {
+        "method": "dflash", "speculative_tokens": 7, "target_layer_ids": [1, 3], "target_layer_start_idx": 1,
+        "mask_token_id": INNER["mask_token_id"], "sample_from_anchor": False, "sliding_window_non_causal": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (SPECULATORS, {"embeds_scaled": False}),
+        (DRAFT, {"embeds_scaled": True}),
+        (OPEN_SPEC, {"embeds_scaled": False, "block_size": 8, "target_layer_ids": (0, 2), "n_drafts": 7}),
+        (SPECULATORS | {"sample_from_anchor": True}, {"sample_from_anchor": True, "n_drafts": 8}),
+        (DEEPSPEC | {"sample_from_anchor": None}, {"sample_from_anchor": True, "n_drafts": 8}),
+        (DEEPSPEC, {"sample_from_anchor": False, "n_drafts": 7}),
+        (DEEPSPEC_NESTED | {"sample_from_anchor": True}, {"sample_from_anchor": True}),
+        (DRAFT | {"query_zero_predicts_next": True}, {"sample_from_anchor": True}),
+        (DRAFT | {"dflash_config": INNER | {"sample_from_anchor": True}}, {"sample_from_anchor": True}),
+        (DRAFT | {"dflash_config": INNER | {"causal_head": True}}, {"full_is_causal": True}),
+        (DRAFT | {"dflash_config": INNER | {"causal": True}}, {"full_is_causal": True}),
+        (DRAFT | {"dflash_config": INNER | {"causal": False, "causal_head": False}}, {"full_is_causal": False}),
+        (DRAFT | {"is_causal": True}, {"full_is_causal": True, "sliding_is_causal": True}),
+        (
+            DRAFT | {"dflash_config": INNER | {"use_swa": True, "swa_window_size": 32}},
+            {"layer_windows": (32, 32), "sliding_is_causal": False},
+        ),
+        (
+            DRAFT | {"dflash_config": INNER | {"use_swa": True, "swa_window_size": 32, "causal": True}},
+            {"layer_windows": (32, 32), "sliding_is_causal": True},
+        ),
+        (
+            DRAFT | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+            | {"dflash_config": INNER | {"use_swa": True, "swa_window_size": 32}},
+            {"layer_windows": (32, None), "sliding_is_causal": True},
+        ),
+        (
+            {name: DRAFT[name] for name in DRAFT.keys() - {"dflash_config"}} | INNER
+            | {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+            | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 32},
+            {"sliding_is_causal": False, "architecture": "MuseGlimmerAssistantModel"},
+        ),
+        (DRAFT | {"architectures": ["Qwen3DFlashDraftModel"]}, {"architecture": "Qwen3DFlashDraftModel"}),
+        (DRAFT | {"draft_vocab_size": 128}, {"draft_vocab_size": None}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kinds_are_read_from_the_fields_that_declare_them(config, fields, tmp_path):
+    draft = checkpoint.read(str(write(tmp_path, config)))
+    assert {name: getattr(draft, name) for name in fields} == fields
+    assert checkpoint.parse(draft.to_json(), draft.path) == draft
 
 
 def test_sliding_layers_that_see_their_block(tmp_path):
@@ -95,18 +153,13 @@ def nested(**fields: Any) -> dict[str, Any]:
     ("config", "error", "sentence"),
     [
         (SPECULATORS | {"speculators_model_type": "dspark"}, NotSupported, "speculators_model_type is 'dspark', not"),
-        (
-            SPECULATORS | {"draft_vocab_size": 64}, NotSupported,
-            "draft_vocab_size 64 is not vocab_size 128: a reduced vocabulary is not",
-        ),
+        (SPECULATORS | {"draft_vocab_size": 64}, ValueError, "1 of 26 tensors are missing, the first is d2t"),
         (
             SPECULATORS | {"aux_hidden_state_layer_ids": [0, 2]}, ValueError,
             r"_ids is \[0, 2\], not a list .* from 1 on",
         ),
         (SPECULATORS | {"aux_hidden_state_layer_ids": None}, ValueError, "aux_hidden_state_layer_ids is None"),
         (SPECULATORS | {"transformer_layer_config": None}, ValueError, "no transformer_layer_config; save the draft"),
-        (SPECULATORS | {"sample_from_anchor": True}, NotSupported, "sample_from_anchor=True: its blocks are anchor-"),
-        (nested(model_type="llama"), NotSupported, "model_type='llama' is not DFlash"),
         (SPECULATORS | {"quantization_config": {"quant_method": "fp8"}}, NotSupported, "is fp8: quantized draft"),
         (nested(quantization_config={"format": "pack-quantized"}), NotSupported, "is pack-quantized: quantized"),
         (DEEPSPEC | {"markov_rank": 256}, NotSupported, "markov_rank 256 is DSpark; serve it with --spec"),
@@ -114,13 +167,9 @@ def nested(**fields: Any) -> dict[str, Any]:
             DEEPSPEC_NESTED | {"markov_rank": None, "dflash_config": INNER | {"markov_rank": 256}}, NotSupported,
             "markov_rank 256 is DSpark; serve it with --spec",
         ),
-        (DEEPSPEC | {"dflash_config": {"sample_from_anchor": True}}, NotSupported, "a draft whose slot 1 predicts it"),
-        (DEEPSPEC | {"sample_from_anchor": None}, NotSupported, "is a DeepSpec draft, and its blocks are anchor-first"),
-        (DEEPSPEC | {"sample_from_anchor": True}, NotSupported, "anchor-first"),
-        (DRAFT | {"query_zero_predicts_next": True}, NotSupported, "query_zero_predicts_next=True: its blocks are anc"),
         (
-            DRAFT | {"dflash_config": INNER | {"sample_from_anchor": True}}, NotSupported,
-            "dflash_config.sample_from_anchor=True: its blocks are anchor-first .* a draft whose slot 1 predicts it",
+            {name: DEEPSPEC[name] for name in DEEPSPEC} | {"model_type": "gemma4_text"}, NotSupported,
+            "model_type='gemma4_text' is not DFlash",
         ),
         (SPECULATORS | {"aux_hidden_state_layer_ids": []}, ValueError, r"layer_ids is \[\], not a list of layer numb"),
         (SPECULATORS | {"block_size": None}, ValueError, "config.json has no block_size; add it$"),

@@ -14,6 +14,7 @@ import pytest
 
 from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft.record import FULL, SLIDING, Checkpoint
+from sglang_dflash.engine.draft.variants import LAGUNA
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.reference.torch import DraftModel
 from tests.fixtures.checkpoints import SECOND
@@ -85,6 +86,19 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sliding layers, is_causal true as by default": (
         WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": True}, {"layer_windows": (32, 32)},
     ),
+    "causal full layers": ({"dflash_config": {"causal": True}}, {"full_is_causal": True}),
+    "is_causal full layers": ({"is_causal": True}, {"full_is_causal": True}),
+    "sliding layers, causal only in dflash_config": (
+        WINDOW | {"layer_types": [SLIDING, SLIDING], "dflash_config": {"causal": False}}, {"sliding_is_causal": False},
+    ),
+    "one is_causal for layers of two kinds": (
+        WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": True},
+        {"sliding_is_causal": True, "full_is_causal": True},
+    ),
+    "keys of trainers": (
+        {"dflash_config": {"num_anchors": 512, "loss_decay_gamma": 7.0, "input_embedding_scale": 1.0}},
+        {"target_layer_ids": (0, 2)},
+    ),
     "full layers, causal false": ({"dflash_config": {"causal": False}}, {"layer_windows": (None, None)}),
 }  # fmt: skip
 
@@ -106,8 +120,18 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         {"layer_types": [SLIDING, FULL], "sliding_window": 4},
         ValueError, "sliding_window 4 is smaller than block_size 8; fix config.json",
     ),
-    "gating": ({"gating": "x"}, NotSupported, "gating='x' is not DFlash"),
-    "gru_hidden": ({"dflash_config": {"gru_hidden": 8}}, NotSupported, "not DFlash, but Domino; give a DFlash draft$"),
+    "gating": ({"gating": "x"}, NotSupported, "gating is 'x', not one of True, 'per-head', 'per-element', False"),
+    "one of Domino's sizes": (
+        {"dflash_config": {"gru_hidden_dim": 8}}, ValueError, "sets only one of gru_hidden_dim and emb_dim",
+    ),
+    "Domino with two plain drafts": (
+        {"dflash_config": {"projector_type": "domino", "pure_draft_prefix_len": 2}}, NotSupported,
+        "pure_draft_prefix_len=2 is not 1",
+    ),
+    "Domino without shift_label": (
+        {"dflash_config": {"projector_type": "domino", "pure_draft_prefix_len": 1}}, ValueError,
+        "config.json has no shift_label; add true or false",
+    ),
     "markov_order": ({"dflash_config": {"markov_order": 2}}, NotSupported, "DFlash, but DSpark; give a DFlash draft$"),
     "num_experts": ({"num_experts": 8}, NotSupported, "num_experts=8 is not DFlash"),
     "another architecture": (
@@ -155,20 +179,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "a head of its own": ({"has_lm_head": True}, NotSupported, "has_lm_head=True is not DFlash"),
     "another family": ({"model_type": "llama"}, NotSupported, r"='llama' is not DFlash \(which has 'qwen3'\)"),
     "no dflash_config": ({"dflash_config": None}, ValueError, "config.json has no dflash_config object"),
-    "causal full layers": (
-        {"dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True does not fit full_attention",
-    ),
-    "is_causal full layers": ({"is_causal": True}, NotSupported, "is_causal=True does not fit .*WORKER=stock"),
-    "sliding layers, causal only in dflash_config": (
-        WINDOW | {"layer_types": [SLIDING, SLIDING], "dflash_config": {"causal": False}},
-        NotSupported,
-        "dflash_config.causal=False does not fit sliding_attention .*; set is_causal=false if its sliding",
-    ),
-    "one is_causal for layers of two kinds": (
-        WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": True}, NotSupported, "is_causal=True does not fit full",
-    ),
     "is_causal and causal differ": (
-        {"is_causal": False, "dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True does not fit",
+        {"is_causal": False, "dflash_config": {"causal": True}}, ValueError,
+        "is_causal=False and dflash_config.causal=True contradict each other; keep the one",
+    ),
+    "a fused tensor of another size": (
+        {"target_hidden_size": 32}, NotSupported, "target_hidden_size 32 is not hidden_size 64, as in DFlash",
     ),
 }  # fmt: skip
 
@@ -255,8 +271,18 @@ def test_every_field_is_written(write: Callable) -> None:
         checkpoint.read(str(write({}))), rms_norm_eps=1e-5, attention_bias=True, max_position_embeddings=64,
         rope_parameters={"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}, layer_types=(SLIDING, SLIDING),
         sliding_window=9, sliding_is_causal=False, num_target_layers=None, dtype="float16",
-        **SECOND, output_multiplier=0.5, final_logit_softcapping=20.0,
+        **SECOND, output_multiplier=0.5, final_logit_softcapping=20.0, architecture="DFlash2DraftModel",
+        norms_features=True, gating="per-head", sample_from_anchor=True, embeds_scaled=False,
     )  # fmt: skip
+    laguna = replace(other, architecture=LAGUNA, **dict.fromkeys(SECOND, 0))
+    plain = replace(laguna, architecture="DFlashDraftModel", norms_features=False)
+    reduced = replace(
+        plain, draft_vocab_size=5, sliding_is_causal=True, full_is_causal=True, layer_types=(FULL, SLIDING)
+    )
+    domino = replace(plain, gru_hidden_dim=8, emb_dim=4, shift_label=True, sample_from_anchor=False)
+    written = [replace(other, norms_features=False), laguna, plain, reduced, domino]
     defaults = {field.name: field.default for field in fields(Checkpoint)}
-    assert [name for name, value in vars(other).items() if value == defaults[name]] == []
-    assert checkpoint.parse(json.loads(json.dumps(other.to_json())), "written") == other
+    same = [{name for name, value in vars(one).items() if value == defaults[name]} for one in written]
+    assert set.intersection(*same) == set()
+    for one in written:
+        assert checkpoint.parse(json.loads(json.dumps(one.to_json())), "written") == one

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.engine.draft import checkpoint, files
+from sglang_dflash.engine.draft import checkpoint, tensors
 from sglang_dflash.engine.draft.pair import check_pair
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
@@ -72,7 +72,7 @@ def test_tensors_of_the_target_stay_unused(borrowing):
     draft = checkpoint.read(str(borrowing))
     assert sorted(draft.borrowed) == NAMES
     check(draft)
-    assert files.read_tensors(borrowing, load_file).keys() == checkpoint.expected_shapes(draft).keys()
+    assert tensors.tensors_of(draft, borrowing, load_file).keys() == tensors.expected_shapes(draft).keys()
     assert draft.to_json() == checkpoint.parse(json.loads((borrowing / "config.json").read_text()), "").to_json()
 
 
@@ -82,7 +82,7 @@ def test_tensors_of_the_target_stay_unused(borrowing):
         ("lm_head.weight", [96, 64], ValueError, r"lm_head.weight has shape \[96, 64\], not the target's \[128, 64\]"),
         ("embed_tokens.weight", [128, 32], ValueError, r"embed_tokens.weight has shape \[128, 32\]"),
         ("verifier_norm.weight", [128], ValueError, r"verifier_norm.weight has shape \[128\], not the target's \[64\]"),
-        ("d2t", [32], NotSupported, "d2t has 32 entries for a vocabulary of 128: a reduced vocabulary is not"),
+        ("d2t", [32], ValueError, "d2t has 32 entries .* no draft_vocab_size; set draft_vocab_size to 32"),
         ("lm_head.bias", [128], NotSupported, "1 tensors are not part of a DFlash draft, the first is lm_head.bias"),
     ],
 )

@@ -9,7 +9,8 @@ from sglang_dflash_kernels.block_conv import block_conv
 from sglang_dflash_kernels.select_path import select_path
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_dflash.engine.draft.fill import filled
+from sglang_dflash.engine.draft.fill import Filling, filled
+from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.engine.draft.target_ends import TargetEnds
 from sglang_dflash.reference.torch import second as plain
@@ -17,10 +18,10 @@ from tests.unit.reference.torch.test_draft import make_config
 from tests.unit.reference.torch.test_second import SECOND
 
 B, N, H, VOCAB = 3, 4, 32, 50
+LAYOUT = Layout.of(sample_from_anchor=False)
 
 
-def config_of(**fields: Any) -> SimpleNamespace:
-    return SimpleNamespace(hidden_size=H, vocab_size=VOCAB, dflash_config=fields)
+config_of = make_config
 
 
 def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
@@ -50,13 +51,12 @@ def test_the_convolution_equals_plain_torch() -> None:
     [
         {},
         {"output_multiplier": 0.3, "final_logit_softcapping": 2.0},
-        {"output_multiplier": None, "final_logit_softcapping": 0.0},  # values for: no multiplier, no soft cap
     ],
     ids=str,
 )
 def test_the_path_equals_plain_torch(fields: dict[str, float | None]) -> None:
     ours = SGLangCandidateSelector.of(config_of(**SECOND, **fields))
-    theirs = plain.CandidateSelector(make_config(**SECOND, **{name: one for name, one in fields.items() if one}))
+    theirs = plain.CandidateSelector(make_config(**SECOND, **fields))
     same_weights(ours, theirs)
     ours.walk = select_path  # also checks that its input has the memory layout that the kernel needs
     head = torch.randn(VOCAB, H)
@@ -88,7 +88,12 @@ def test_head_is_read_once_for_all_requests(second: bool) -> None:
     selector = SGLangCandidateSelector.of(config_of(**SECOND)) if second else None
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=torch.randn(VOCAB, H)), VOCAB, 0, cast(Any, None))
     with Products() as products:
-        tokens_BN = filled(torch.randn(B * N, H), torch.zeros(B, N, dtype=torch.int64), selector, ends)
+        tokens_BN = filled(
+            torch.randn(B * N, H),
+            torch.zeros(B, N, dtype=torch.int64),
+            Filling(LAYOUT, selector and selector.path),
+            ends,
+        )
     assert tokens_BN.shape == (B, N)
     rows = B * (N - 1)
     projection = [("aten::mm", [(rows, H), (H, SECOND["selector_rank"])])] if second else []
@@ -101,9 +106,9 @@ def test_head_reads_only_the_slots_to_fill(second: bool) -> None:
     selector = SGLangCandidateSelector.of(config_of(**SECOND)) if second else None
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=torch.randn(VOCAB, H)), VOCAB, 0, cast(Any, None))
     hidden_TH, blocks_BN = torch.randn(B * N, H), torch.zeros(B, N, dtype=torch.int64)
-    whole_BN = filled(hidden_TH, blocks_BN, selector, ends)
+    whole_BN = filled(hidden_TH, blocks_BN, Filling(LAYOUT, selector and selector.path), ends)
     for n_filled in (2, N - 1, N, N + 4):
         with Products() as products:
-            tokens_BN = filled(hidden_TH, blocks_BN, selector, ends, n_filled)
+            tokens_BN = filled(hidden_TH, blocks_BN, Filling(LAYOUT, selector and selector.path), ends, n_filled)
         assert torch.equal(tokens_BN, whole_BN[:, :n_filled])
         assert products.seen[0] == ("aten::mm", [(B * (min(n_filled, N) - 1), H), (H, VOCAB)])

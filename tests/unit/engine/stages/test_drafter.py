@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.memory.slots import SharedSlots
 from sglang_dflash.engine.stages.drafter import Drafter
 from sglang_dflash.engine.stages.planner import Planner
@@ -14,6 +15,7 @@ from tests.fixtures.rings import make_rings, translator
 from tests.unit.engine.stages.test_verifier import plan_of
 
 EAGER, GRAPHS = object(), object()
+LAYOUT = Layout.of(sample_from_anchor=False)
 MASK = -7
 
 
@@ -43,7 +45,7 @@ class Runner:
     ],
 )
 def test_a_draft_without_graphs_is_called_directly(decode_runner: object, way: str) -> None:
-    drafter = Drafter(Runner(decode_runner), SharedSlots(), block_size=16, scope=nullcontext)
+    drafter = Drafter(Runner(decode_runner), SharedSlots(), n_slots=16, layout=LAYOUT, scope=nullcontext)
     batch = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
     assert drafter.forward(batch).logits_output == way
 
@@ -63,7 +65,7 @@ def test_drafts_are_copied_from_graph_memory(n_requests: int, width: int, monkey
     plan = plan_of(n_requests, N)
     kv, tokens_BN = SimpleNamespace(bind=lambda batch, translator: None), torch.full((n_requests, width), MASK)
     plan = plan._replace(drafted=plan.drafted._replace(kv=kv), verified=plan.verified._replace(tokens_BN=tokens_BN))
-    tokens_BN = Drafter(runner, SharedSlots(), block_size=N, scope=nullcontext).draft(plan, graphs=True)
+    tokens_BN = Drafter(runner, SharedSlots(), n_slots=N, layout=LAYOUT, scope=nullcontext).draft(plan, graphs=True)
 
     assert tokens_BN.untyped_storage().data_ptr() != of_the_graph_T.untyped_storage().data_ptr()
     drafted_BN = torch.full((n_requests, width), MASK)
@@ -88,7 +90,7 @@ def test_without_graphs_only_verified_slots_are_filled(
     plan = plan_of(2, N)
     kv, tokens_BN = SimpleNamespace(bind=lambda batch, translator: None), torch.full((2, width), MASK)
     plan = plan._replace(drafted=plan.drafted._replace(kv=kv), verified=plan.verified._replace(tokens_BN=tokens_BN))
-    tokens_BN = Drafter(runner, SharedSlots(), block_size=N, scope=nullcontext).draft(plan, graphs=False)
+    tokens_BN = Drafter(runner, SharedSlots(), n_slots=N, layout=LAYOUT, scope=nullcontext).draft(plan, graphs=False)
 
     assert asked == [width]
     assert tokens_BN.shape == (2, width)
@@ -113,10 +115,10 @@ def test_a_draft_with_rings_gets_its_own_window_and_slots(monkeypatch: pytest.Mo
     runner: Any = Runner(GRAPHS)
     runner.forward, runner.kv_index_translator = forward, rings.translator
     rows = torch.tensor([1, 2])
-    plan = Planner(target, block_size=4, widest=4, mask_token_id=MASK).place(
+    plan = Planner(target, n_slots=4, widest=4, mask_token_id=MASK).place(
         torch.tensor([10, 20]), torch.tensor([3, 40]), rows, rows, torch.tensor([3, 40]), width=4
     )
-    tokens_BN = Drafter(runner, rings, block_size=4, scope=nullcontext).draft(plan, graphs=True)
+    tokens_BN = Drafter(runner, rings, n_slots=4, layout=LAYOUT, scope=nullcontext).draft(plan, graphs=True)
 
     (batch,) = seen
     assert batch.seq_lens.tolist() == [3, 8]

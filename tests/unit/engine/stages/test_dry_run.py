@@ -109,7 +109,7 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", tracks: bool =
         device=device, model_config=config, page_size=1, kv_index_translator=None, lora_manager=None
     )
     recorded = Recorded()
-    recorded.block_size, recorded.penalties = BLOCK, recorded
+    recorded.n_slots, recorded.penalties = BLOCK, recorded
     recorded.logits, recorded.ranks = Whole(), OneGroup()
     recorded.worker = SimpleNamespace(model_runner=runner)
     stages = Stages(recorded, recorded, recorded, recorded, accept_ref, recorded, recorded)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.engine.draft.fill import filled
+from sglang_dflash.engine.draft.fill import Filling, filled
+from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.engine.draft.target_ends import TargetEnds
 from sglang_dflash.engine.stages import budget
@@ -47,7 +48,9 @@ def capture(forward: Callable[[], Any]) -> Graph:
 
 def draft(model: Tied, hidden_TH: torch.Tensor) -> torch.Tensor:
     ends = TargetEnds(nn.Identity(), SimpleNamespace(weight=model.head), V, 0, cast(Any, None))
-    return filled(hidden_TH, torch.zeros(B, N, dtype=torch.int64), None, ends)
+    return filled(
+        hidden_TH, torch.zeros(B, N, dtype=torch.int64), Filling(Layout.of(sample_from_anchor=False), None), ends
+    )
 
 
 def test_forward_that_reads_each_weight_once_is_captured(model: Tied) -> None:
@@ -110,7 +113,7 @@ def test_draft_forward_over_its_launches_is_refused(monkeypatch: pytest.MonkeyPa
     model.weight = nn.Parameter(torch.ones(H, H), requires_grad=False)
     model.layers = nn.ModuleList([nn.Module()])
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=1))
-    model.candidate_selector, model.qkv_LXH = None, torch.ones(1)
+    model.candidate_selector, model.context = None, SimpleNamespace(qkv_LXH=torch.ones(1))
     model.ends = TargetEnds(nn.Identity(), None, V, 0, cast(Any, None))
     cost.watch_parameters(model)
     most = budget.draft_forward(1, second=False, ranks=False, fp8_head=False)

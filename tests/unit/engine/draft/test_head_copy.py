@@ -9,9 +9,9 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
 
-from sglang_dflash.engine.draft import fp8_head
-from sglang_dflash.engine.draft.fp8_head import Fp8Head
-from sglang_dflash.engine.draft.target_ends import TargetEnds, best_candidates, likeliest, target_ends
+from sglang_dflash.engine.draft import head_copy
+from sglang_dflash.engine.draft.head_copy import Fp8Head
+from sglang_dflash.engine.draft.target_ends import TargetEnds, best_candidates, likeliest, target_ends, with_copy
 from sglang_dflash.engine.memory.sizes import fp8_head_bytes
 from sglang_dflash.errors import NotSupported
 
@@ -44,7 +44,7 @@ def nearest(row: torch.Tensor) -> list[float]:
 
 def test_logits_are_products_of_rounded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have magnitudes of 1e-4 to 1e2, so each needs its own scale. The last chunk of rows is shorter."""
-    monkeypatch.setattr(fp8_head, "CHUNK", 7)
+    monkeypatch.setattr(head_copy, "CHUNK", 7)
     head, hidden_TH = Head(), torch.randn(5, H, generator=torch.Generator().manual_seed(1))
     logits_TV = Fp8Head(head).logits(hidden_TH)
     rows, hidden = ([nearest(row) for row in tensor] for tensor in (head.weight, hidden_TH))
@@ -63,14 +63,14 @@ def test_a_row_of_zeros_has_logits_of_zero() -> None:
 
 def test_the_copy_has_the_computed_size() -> None:
     copy = Fp8Head(Head(torch.bfloat16))
-    assert copy.rows_VH.nbytes + copy.scale_V1.nbytes == fp8_head_bytes(V, H)
+    assert copy.rows_DH.nbytes + copy.scale_D1.nbytes == fp8_head_bytes(V, H)
 
 
 def test_drafts_come_from_the_copy_without_its_padding() -> None:
     head = Head()
     head.weight.data[REAL:] *= 100
     copy, hidden_TH = Fp8Head(head), torch.randn(6, H)
-    ends = TargetEnds(nn.Identity(), head, REAL, 0, cast(Any, None), fp8_head=copy)
+    ends = TargetEnds(nn.Identity(), head, REAL, 0, cast(Any, None), copy=copy)
     head.weight.data.zero_()  # only the copy keeps the weights
     logits_TV = copy.logits(hidden_TH)[:, :REAL]
     assert torch.equal(likeliest(hidden_TH, ends), logits_TV.argmax(-1))
@@ -84,11 +84,11 @@ def test_the_copy_follows_an_update_in_place() -> None:
     model = nn.Module()
     model.lm_head = head = Head()
     copy, hidden_TH = Fp8Head(head), torch.randn(3, H)
-    addresses, before_TV = (copy.rows_VH.data_ptr(), copy.scale_V1.data_ptr()), copy.logits(hidden_TH)
+    addresses, before_TV = (copy.rows_DH.data_ptr(), copy.scale_D1.data_ptr()), copy.logits(hidden_TH)
     head.change(1)
     assert torch.equal(copy.logits(hidden_TH), before_TV)
     DefaultModelLoader.postprocess_weights(model, torch.device("cpu"))
-    assert (copy.rows_VH.data_ptr(), copy.scale_V1.data_ptr()) == addresses
+    assert (copy.rows_DH.data_ptr(), copy.scale_D1.data_ptr()) == addresses
     assert torch.equal(copy.logits(hidden_TH), Fp8Head(head).logits(hidden_TH))
     assert not torch.equal(copy.logits(hidden_TH), before_TV)
 
@@ -107,7 +107,7 @@ def test_a_gpu_multiplies_by_sglangs_fp8_kernel(monkeypatch: pytest.MonkeyPatch)
         assert (weight_scale.shape, weight_scale.dtype) == ((V, 1), torch.float32)
         return x.float() @ (weight.float() * weight_scale.T)
 
-    monkeypatch.setattr(fp8_head, "apply_fp8_linear", product)
+    monkeypatch.setattr(head_copy, "apply_fp8_linear", product)
     found_TV = copy.logits(hidden_TH.as_subclass(OnGpu)).as_subclass(torch.Tensor)
     # On a CPU the copy rounds hidden states to e4m3 (3 mantissa bits, error at most 2**-4). `product` does not.
     assert (found_TV - copy.logits(hidden_TH)).norm() < 2**-4 * found_TV.norm()
@@ -130,4 +130,4 @@ def test_an_fp8_copy_of_another_head_is_refused(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(NotSupported, match=f"^SGLANG_DFLASH_DRAFT_HEAD=fp8 cannot copy .* is {kind}; set SGLANG"):
             target_ends(model, fp8_head=True)
     plain = target_ends(SimpleNamespace(lm_head=Head(), get_input_embeddings=lambda: embedding), fp8_head=True)
-    assert plain.fp8_head is not None
+    assert isinstance(with_copy(plain, None, fp8=True).copy, Fp8Head)
