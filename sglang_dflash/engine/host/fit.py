@@ -9,22 +9,27 @@ from sglang_dflash.errors import NotSupported
 # Load formats that read a draft's files. With "auto" SGLang would refuse the options of the last two in
 # --model-loader-extra-config.
 PLAIN = ("safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "presharded")
+LONGEST = 32  # longest block in tokens that a launch may set beyond the trained size
 DUMMY = "dummy"  # SGLang's name for random weights
 
 
 def block_size(arguments: Arguments, draft: Checkpoint) -> int:
     """Return the block size N, anchor and drafts: the launch's if it sets one, else the trained size.
 
+    A block may be longer than in training, up to `LONGEST` tokens. `notes` mentions it.
+
     Raises:
-        ValueError: the launch sets a block longer than the trained size, or shorter than 2 tokens.
+        ValueError: the launch sets a block that is too long or shorter than 2 tokens.
     """
     trained = draft.n_drafts + 1
-    asked = trained if arguments.block_size is None else arguments.block_size
-    if not 2 <= asked <= trained:
+    asked, most = trained if arguments.block_size is None else arguments.block_size, max(trained, LONGEST)
+    if draft.sliding_window is not None:  # attention backends assume that no window cuts a block
+        most = min(most, draft.sliding_window)
+    if not 2 <= asked <= most:
         raise ValueError(
-            f"block size {asked} is not within 2..{trained}: {draft.path} was trained for blocks of {draft.n_drafts} "
-            "drafts after the anchor (config.json: block_size); set --speculative-num-draft-tokens or "
-            f"--speculative-dflash-block-size to 2..{trained}, or drop both"
+            f"block size {asked} is not within 2..{most}: {draft.path} was trained for blocks of {trained} tokens "
+            "(config.json: block_size); set --speculative-num-draft-tokens or --speculative-dflash-block-size to "
+            f"{trained} or less, or drop both"
         )
     return asked
 
@@ -96,6 +101,11 @@ def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple
         found.append(
             f"{draft.path} was trained for {draft.max_position_embeddings} positions and serves "
             f"{target.context_length} (beyond them answers stay exact, but fewer drafts may be accepted)"
+        )
+    if (arguments.block_size or 0) > draft.n_drafts + 1:
+        found.append(
+            f"{draft.path} was trained for blocks of {draft.n_drafts + 1} tokens and drafts blocks of "
+            f"{arguments.block_size} (answers stay exact, but few of the further drafts may be accepted)"
         )
     if draft.dtype != target.dtype:
         found.append(f"{draft.path} has dtype {draft.dtype} and is loaded in {target.dtype}, the target's dtype")

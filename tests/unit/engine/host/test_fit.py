@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from sglang_dflash.engine.draft import checkpoint
-from sglang_dflash.engine.draft.record import Checkpoint
+from sglang_dflash.engine.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.engine.host import fit
 from sglang_dflash.errors import NotSupported
 from tests.unit.test_config import ARGUMENTS, TARGET
@@ -70,6 +70,26 @@ def test_the_refusal_lists_all_numbers_of_ranks_that_split_the_heads(
         fit.check_heads(replace(ARGUMENTS, tp_size=8 * n, attention_dp=True, attention_dp_size=8), draft)
     with pytest.raises(ValueError, match=rf"; set --tp-size to {' or '.join(map(str, n_ranks))}$"):
         fit.check_heads(replace(ARGUMENTS, tp_size=5), draft)
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "most"), [({}, 16, 32), ({"sliding_window": 12, "layer_types": (SLIDING, FULL)}, 10, 12)]
+)
+def test_a_block_longer_than_trained_is_noted(draft: Checkpoint, changes: dict, asked: int, most: int) -> None:
+    longer, given = replace(draft, **changes), replace(ARGUMENTS, block_size=asked)
+    assert fit.block_size(given, longer) == asked
+    assert fit.notes(given, TARGET, longer) == (
+        f"draft was trained for blocks of 8 tokens and drafts blocks of {asked} (answers stay exact, but few of the "
+        "further drafts may be accepted)",
+    )
+    with pytest.raises(ValueError, match=rf"block size {most + 1} is not within 2\.\.{most}: draft was trained for"):
+        fit.block_size(replace(ARGUMENTS, block_size=most + 1), longer)
+
+
+def test_an_anchor_first_block_has_a_draft_for_every_slot(draft: Checkpoint) -> None:
+    first = replace(draft, sample_from_anchor=True)
+    assert fit.block_size(ARGUMENTS, first) == 9
+    assert fit.notes(replace(ARGUMENTS, block_size=9), TARGET, first) == ()
 
 
 def test_padding_and_target_tensors_are_noted(draft: Checkpoint) -> None:

@@ -108,10 +108,10 @@ def test_a_draft_is_read_from_its_own_config(name, launch, pair, checkpoints, tm
 
 
 def test_a_bad_launch_is_one_failing_line(launch, pair):
-    line = CPU.format(target=pair["dense"], draft=pair["draft"]) + " --speculative-num-draft-tokens 16"
+    line = CPU.format(target=pair["dense"], draft=pair["draft"]) + " --speculative-num-draft-tokens 64"
     found = asked(launch, *line.split())
     assert [name for name, finding in found.items() if not finding["ok"]] == ["launch"]
-    assert found["launch"]["text"].startswith("block size 16 is not within 2..8")
+    assert found["launch"]["text"].startswith("block size 64 is not within 2..32")
 
 
 def test_impossible_widths_are_reported(launch, pair):
