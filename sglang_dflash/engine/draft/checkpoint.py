@@ -95,12 +95,24 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         norms_features=is_laguna,
         embeds_scaled=bool(inner.get("embeds_scaled", True)),
         sample_from_anchor=any(inner.get(field) for field in ANCHOR_FIRST),
+        use_gemma_norm=bool(config.get("use_gemma_norm")),
+        rope_is_neox_style=bool(config.get("rope_is_neox_style", config.get("is_neox_style", True))),
+        **_activation(config, fields, path),
         shift_label=bool(inner.get("shift_label", False)),
         gru_hidden_dim=fields.count("gru_hidden_dim", 0, least=0),
         emb_dim=fields.count("emb_dim", 0, least=0),
         gating=_gating(config.get("gating", is_laguna), path),
         draft_vocab_size=None if n_drafted == fields.get("vocab_size") else n_drafted,
     )
+
+
+def _activation(config: Mapping[str, Any], fields: Fields, path: str) -> dict[str, Any]:
+    """Return the fields of the MLP's activation."""
+    name = config.get("hidden_act") or "silu"
+    if name not in ("silu", "swigluoai"):
+        raise NotSupported(f"{path}: hidden_act={name!r} is not DFlash (which has 'silu' or 'swigluoai'); {GIVE}")
+    numbers = ("swiglu_alpha", "swiglu_limit") if name == "swigluoai" else ()
+    return {"hidden_act": name} | {number: float(fields.number(number)) for number in numbers}
 
 
 def _gating(value: Any, path: str) -> str:

@@ -18,6 +18,8 @@ SECOND = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
 }
+# Further top-level fields of config.json that few drafts have.
+RARE = ("use_gemma_norm", "rope_is_neox_style", "hidden_act", "swiglu_alpha", "swiglu_limit")
 # Fields of `dflash_config` that not every draft has, with the value that means "not used".
 ADDED = SECOND | {
     "sample_from_anchor": False,
@@ -71,6 +73,14 @@ class Checkpoint:
     selector_top_k: int = 0  # number of candidates per slot
     output_multiplier: float = 1.0  # scales the candidates' logits
     final_logit_softcapping: float | None = None  # tanh soft cap applied after scaling; None: no cap
+    # Forms of the files that are converted while they load: norms store their weight less 1, and rope rotates the pairs
+    # (2 i, 2 i + 1) of a head, not (i, i + E / 2).
+    use_gemma_norm: bool = False
+    rope_is_neox_style: bool = True
+    # MLP's activation "swigluoai": gate and up projections are limited, and the gate's sigmoid is scaled by alpha.
+    hidden_act: str = "silu"
+    swiglu_alpha: float = 0.0
+    swiglu_limit: float = 0.0
     # Features to context: Laguna's drafts norm each captured layer's features, and each layer norms its context.
     norms_features: bool = False
     embeds_scaled: bool = True  # tokens are embedded with the target's factor (Gemma's sqrt(H)); False: without
@@ -169,7 +179,7 @@ class Checkpoint:
 
     def unlike_z_lab(self) -> list[str]:
         """Return the names of the fields by which this draft's computation differs from z-lab's DFlash and DFlash 2."""
-        names = ("norms_features", "full_is_causal", "gating", *(ADDED.keys() - SECOND.keys()))
+        names = ("norms_features", "full_is_causal", "gating", *RARE, *(ADDED.keys() - SECOND.keys()))
         return sorted(name for name in names if vars(self)[name] != Checkpoint.__dataclass_fields__[name].default)
 
     def to_json(self) -> dict[str, Any]:
@@ -179,6 +189,7 @@ class Checkpoint:
         dflash |= {name: value for name in ADDED if (value := fields.pop(name)) != ADDED[name]}
         if self.gru_hidden_dim:
             dflash["shift_label"] = self.shift_label  # SGLang requires it
+        rare = {name: fields.pop(name) for name in RARE}
         is_laguna, gating = fields.pop("norms_features"), fields.pop("gating")
         architecture = fields.pop("architecture")
         causal = True if fields.pop("full_is_causal") else None
@@ -188,8 +199,9 @@ class Checkpoint:
         return {
             "architectures": [DFLASH_2 if self.selector_rank and architecture == DFLASH else architecture],
             "model_type": "qwen3",
-            "hidden_act": "silu",
             **{name: value for name, value in fields.items() if value is not None},
+            **{name: value for name, value in rare.items() if value != type(self).__dataclass_fields__[name].default},
+            "hidden_act": self.hidden_act,
             # In Transformers 4 rope_theta, whose default is 10,000, overrides rope_parameters.
             **({} if theta == 10_000 else {"rope_theta": theta}),
             "use_sliding_window": self.sliding_window is not None,

@@ -63,12 +63,25 @@ class DraftMLP(nn.Module):
         hidden, wide = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [wide] * 2, bias=False, quant_config=quant_config)
         self.down_proj = RowParallelLinear(wide, hidden, bias=False, quant_config=quant_config)
-        self.act = SiluAndMul()
+        self.act = Swiglu(config) if config.hidden_act == "swigluoai" else SiluAndMul()
 
     def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         gate_up, _ = self.gate_up_proj(hidden_TH)
         out, _ = self.down_proj(self.act(gate_up))
         return out
+
+
+class Swiglu(nn.Module):
+    """Activation "swigluoai" of gate and up projections side by side, [T, 2 I] -> [T, I]."""
+
+    def __init__(self, config: Checkpoint) -> None:
+        super().__init__()
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (gate * torch.sigmoid(self.alpha * gate) * (up + 1)).to(gate_up.dtype)
 
 
 class DraftLayer(nn.Module):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sglang_dflash.engine.draft import files as draft_files
 from sglang_dflash.engine.draft.record import Checkpoint
@@ -65,7 +65,7 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_of(checkpoint: Checkpoint, folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the tensors in a draft's directory by the names of `expected_shapes`. Unused tensors are left out.
+    """Return a directory's tensors in the form and by the names of `expected_shapes`. Unused tensors are left out.
 
     Args:
         read: a framework's reader of a safetensors file.
@@ -78,12 +78,30 @@ def tensors_of(checkpoint: Checkpoint, folder: Path, read: Callable[[Path], Mapp
 
 
 def apart(checkpoint: Checkpoint, tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
-    """Yield the tensors with those that a file stores fused (`qkv_proj`, `gate_up_proj`) taken apart by rows."""
+    """Yield the tensors in z-lab's form.
+
+    Tensors that a file stores fused (`qkv_proj`, `gate_up_proj`) are taken apart by rows. Norms and rotated heads are
+    converted.
+    """
     for name, tensor in tensors:
         first = 0
         for part, n_rows in _parts(checkpoint, name):
-            yield part, tensor[first : first + n_rows] if n_rows else tensor  # type: ignore[index]
+            rows: Any = tensor[first : first + n_rows] if n_rows else tensor  # type: ignore[index]
+            yield part, converted(checkpoint, part, rows)
             first += n_rows
+
+
+def converted(checkpoint: Checkpoint, name: str, tensor: Any) -> Any:
+    """Return a tensor in z-lab's form: a norm's whole weight, and the dimensions of heads in the order of neox pairs.
+
+    Queries and keys are reordered alike, so attention scores do not change.
+    """
+    if checkpoint.use_gemma_norm and name.endswith("norm.weight"):
+        return tensor + 1
+    if not checkpoint.rope_is_neox_style and (".q_" in name or ".k_" in name):
+        heads = tensor.reshape(-1, checkpoint.head_dim // 2, 2, *tensor.shape[1:])
+        return heads.swapaxes(1, 2).reshape(tensor.shape)
+    return tensor
 
 
 def apart_shapes(checkpoint: Checkpoint, found: draft_files.Shapes) -> draft_files.Shapes:

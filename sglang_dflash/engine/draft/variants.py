@@ -45,10 +45,6 @@ VARIANT_KEYS = {
 SERVED_BY_STOCK = {
     "architectures": ("LiLiCorrDraftModel",),
     "variant": ("a draft with attention sinks", "a draft with scaled values"),
-    "use_gemma_norm": (True,),
-    "hidden_act": ("swigluoai",),
-    "rope_is_neox_style": (False,),
-    "is_neox_style": (False,),
 }
 GIVE = "give a DFlash draft"
 # Keys of config.json that must equal another key, if both are given.
@@ -92,17 +88,13 @@ TRAINING_KEYS = {
 # Keys of config.json that change the computation, each with its only supported value. Null is accepted too.
 TOP_LEVEL = {
     "model_type": "qwen3",  # a DFlash draft has Qwen3's layers for any target
-    "use_gemma_norm": False,
     "has_embed_tokens": False,
     "has_lm_head": False,
-    "hidden_act": "silu",
     "num_experts": None,
     "markov_rank": 0,
     "enable_confidence_head": False,
     "input_embedding_scale": 1.0,
     "use_aux_hidden_state": True,
-    "rope_is_neox_style": True,
-    "is_neox_style": True,
 }
 
 

@@ -106,16 +106,21 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Gated MLP: down(silu(gate x) * up x), [..., H] -> [..., H]."""
+    """Gated MLP: down(silu(gate x) * up x), [..., H] -> [..., H], or with the activation "swigluoai"."""
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act, self.alpha, self.limit = config.hidden_act, config.swiglu_alpha, config.swiglu_limit
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
+        if self.act == "silu":
+            return self.down_proj(F.silu(gate) * up)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.down_proj(gate * torch.sigmoid(self.alpha * gate) * (up + 1))
 
 
 class Layer(nn.Module):

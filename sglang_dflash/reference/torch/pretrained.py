@@ -59,8 +59,9 @@ class DraftModel(Draft):
             OSError: there is no such folder or repository, or the repository cannot be fetched.
         """
         folder = files.local_folder(source)
-        draft = cls(checkpoint.read(str(folder)))
-        draft.load_state_dict(tensors.tensors_of(draft.config, folder, load_file), assign=True)
+        stored = checkpoint.read(str(folder))
+        draft = cls(replace(stored, use_gemma_norm=False, rope_is_neox_style=True))  # tensors are converted
+        draft.load_state_dict(tensors.tensors_of(stored, folder, load_file), assign=True)
         draft.requires_grad_(False)
         return draft.to(device=device, dtype=dtype).eval()
 

@@ -175,7 +175,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         {"dflash_config": {"output_multiplier": "0.5"}}, ValueError, "output_multiplier '0.5' is not a number above 0",
     ),
     "input_embedding_scale": ({"input_embedding_scale": 2.0}, NotSupported, "input_embedding_scale=2.0 is not DFlash"),
-    "interleaved pairs": ({"is_neox_style": False}, NotSupported, "is_neox_style=False is not DFlash"),
+    "another activation": ({"hidden_act": "gelu"}, NotSupported, "hidden_act='gelu' is not DFlash"),
+    "swigluoai without its numbers": ({"hidden_act": "swigluoai"}, ValueError, "config.json has no swiglu_alpha"),
     "a head of its own": ({"has_lm_head": True}, NotSupported, "has_lm_head=True is not DFlash"),
     "another family": ({"model_type": "llama"}, NotSupported, r"='llama' is not DFlash \(which has 'qwen3'\)"),
     "no dflash_config": ({"dflash_config": None}, ValueError, "config.json has no dflash_config object"),
@@ -272,6 +273,7 @@ def test_every_field_is_written(write: Callable) -> None:
         rope_parameters={"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}, layer_types=(SLIDING, SLIDING),
         sliding_window=9, sliding_is_causal=False, num_target_layers=None, dtype="float16",
         **SECOND, output_multiplier=0.5, final_logit_softcapping=20.0, architecture="DFlash2DraftModel",
+        use_gemma_norm=True, rope_is_neox_style=False, hidden_act="swigluoai", swiglu_alpha=1.7, swiglu_limit=7.0,
         norms_features=True, gating="per-head", sample_from_anchor=True, embeds_scaled=False,
     )  # fmt: skip
     laguna = replace(other, architecture=LAGUNA, **dict.fromkeys(SECOND, 0))
