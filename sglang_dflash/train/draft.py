@@ -24,8 +24,8 @@ from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
 from sglang_dflash.train.ranks import ALONE, Ranks
-from sglang_dflash.train.sizes import Second, check_target
-from sglang_dflash.train.start import RANDOM, start
+from sglang_dflash.train.sizes import Rollout, Second, check_target
+from sglang_dflash.train.start import RANDOM, TARGET, start
 from sglang_dflash.train.tokens import Rows
 
 # Number of random tokens that each step scores if it does not score the whole vocabulary. In 50 steps about as many
@@ -43,6 +43,7 @@ class Data(NamedTuple):
     prompts: Sequence[torch.Tensor]  # int64 [1, tokens] each, from held-out text
     facts: dict[str, Any]  # settings that the rows depend on
     frequent: torch.Tensor | None = None  # int64, tokens scored in every step; None: the whole vocabulary
+    listed: torch.Tensor | None = None  # int64, most frequent tokens, for a reduced vocabulary; may be fewer
 
 
 @dataclass(frozen=True)
@@ -176,12 +177,16 @@ def draft_config_for(
     mask_token_id: int,
     target_layer_ids: tuple[int, ...] | None = None,
     second: Second | None = None,
+    rollout: Rollout | None = None,
+    draft_vocab_size: int | None = None,
 ) -> Checkpoint:
     """Return the configuration of a draft whose layers have the target's sizes, all with full attention.
 
     Args:
         target_layer_ids: feature layers; None: up to one per draft layer, spread over all but the target's last layer.
         second: sizes of a DFlash 2 draft; None: DFlash.
+        rollout: sizes of Domino's rollout; None: no rollout.
+        draft_vocab_size: number of tokens that can be drafted; None: all.
 
     Raises:
         ValueError: the target has no such layers or no such mask token, or the sizes contradict each other.
@@ -221,8 +226,14 @@ def draft_config_for(
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         rms_norm_eps=text.rms_norm_eps,
         max_position_embeddings=text.max_position_embeddings,
+        draft_vocab_size=None if draft_vocab_size == text.vocab_size else draft_vocab_size,
         **(asdict(second) if second else {}),
+        **(asdict(rollout) if rollout else {}),
     )
+    if (draft_vocab_size or 0) > text.vocab_size:
+        raise ValueError(
+            f"--draft-vocab-size {draft_vocab_size} exceeds the target's vocabulary of {text.vocab_size}; give less"
+        )
     check_pair(config, target)
     return config
 
@@ -253,6 +264,8 @@ def train_draft(
     target.requires_grad_(False).eval()
     draft = DraftModel(config).to(target.device)
     started = start(draft, target, settings.start)
+    if config.draft_vocab_size and data.listed is not None and settings.start in (RANDOM, TARGET):
+        draft.list_tokens(data.listed)
     run = DraftRun(
         draft,
         target,
@@ -262,7 +275,7 @@ def train_draft(
         ranks=ranks,
     )
     prompts = [prompt[0].tolist() for prompt in data.prompts[ranks.rank :: ranks.n]]
-    answers = Answers(target, prompts, settings.eval_tokens, config.block_size) if data.prompts else None
+    answers = Answers(target, prompts, settings.eval_tokens, config.n_drafts + 1) if data.prompts else None
     out.mkdir(parents=True, exist_ok=True)
     train(
         draft,

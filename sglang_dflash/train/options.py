@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.cli import Add, Parser, count, count_or_zero, positive, positive_or_zero
-from sglang_dflash.train.sizes import Second
+from sglang_dflash.train.sizes import Rollout, Second
 
 DTYPES = ("bf16", "fp32")
 STEPS = 10_000  # of a run without --steps and --minutes
@@ -17,6 +17,11 @@ SECOND_HELP = {
     "selector_rank": "rank of the selector's two tables",
     "selector_top_k": "candidates per slot",
 }
+ROLLOUT_HELP = {
+    "gru_hidden_dim": "width of the state that summarises the drafts so far",
+    "emb_dim": "rank of the correction of the logits",
+}
+DOMINO = "domino"
 DEVICE_HELP = "torch device (default: cuda if there is a GPU, else cpu)"
 SEED: dict[str, Any] = {"type": int, "default": 0, "help": "seed of all random draws"}
 
@@ -74,6 +79,12 @@ def _add_shape(add: Add) -> None:
     add("--dflash2", action="store_true", help="train a DFlash 2 draft; the next four options are its sizes")
     for field in fields(Second):
         add(option(field.name), type=count, help=f"{SECOND_HELP[field.name]} (default: {field.default})")
+    rollout = "correct each draft by the drafts before it (SpecForge's Domino); the next two options are its sizes"
+    add("--projector", choices=(DOMINO,), help=rollout)
+    for field in fields(Rollout):
+        add(option(field.name), type=count, help=f"{ROLLOUT_HELP[field.name]} (default: {field.default})")
+    listed = "draft only this many of the most frequent tokens of the text (default: the whole vocabulary)"
+    add("--draft-vocab-size", type=count, help=listed)
 
 
 def _add_course(add: Add) -> None:

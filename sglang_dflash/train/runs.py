@@ -6,6 +6,7 @@ import sysconfig
 from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -17,9 +18,9 @@ from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_dr
 from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.from_model import ModelSource
 from sglang_dflash.train.loop import TrainRecipe
-from sglang_dflash.train.options import DTYPES, STEPS, option
+from sglang_dflash.train.options import DOMINO, DTYPES, STEPS, option
 from sglang_dflash.train.ranks import joined
-from sglang_dflash.train.sizes import Second
+from sglang_dflash.train.sizes import Rollout, Second
 from sglang_dflash.train.text import Batches, read_documents
 from sglang_dflash.train.tiny_pair import (
     DRAFT_RECIPES,
@@ -32,6 +33,7 @@ from sglang_dflash.train.tiny_pair import (
 )
 from sglang_dflash.train.tokens import text_digest
 
+Sizes = TypeVar("Sizes", Second, Rollout)
 TORCH_DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float32), strict=True))
 
 
@@ -56,7 +58,9 @@ def run_draft(args: argparse.Namespace) -> None:
             block_size=args.block_size,
             mask_token_id=mask_token_id,
             target_layer_ids=args.target_layer_ids,
-            second=second_of(args),
+            second=sizes_of(args, Second, "--dflash2", chosen=args.dflash2),
+            rollout=sizes_of(args, Rollout, f"--projector {DOMINO}", chosen=args.projector == DOMINO),
+            draft_vocab_size=args.draft_vocab_size,
         )
         dtype, ids = TORCH_DTYPES[args.dtype], config.target_layer_ids
         cache = FeatureCache(args.cache, documents, target, ids, dtype=dtype) if args.cache else None
@@ -89,6 +93,7 @@ def data_of(args: argparse.Namespace, batches: Batches) -> Data:
         batches.prompts(args.eval_prompts),
         facts={"text": text_digest(batches.documents), "rows": args.rows},
         frequent=batches.most_frequent(args.scored) if args.scored else None,
+        listed=batches.most_frequent(args.draft_vocab_size) if args.draft_vocab_size else None,
     )
 
 
@@ -114,12 +119,13 @@ def plan(recipe: TrainRecipe, n_rows: int, batches: Batches) -> str:
     )
 
 
-def second_of(args: argparse.Namespace) -> Second | None:
-    """Return the sizes of a DFlash 2 draft; None without --dflash2, and then ValueError if a size is given."""
-    given = {field.name: vars(args)[field.name] for field in fields(Second) if vars(args)[field.name] is not None}
-    if given and not args.dflash2:
-        raise ValueError(f"{option(next(iter(given)))} is a size of a DFlash 2 draft; add --dflash2, or drop it")
-    return Second(**given) if args.dflash2 else None
+def sizes_of(args: argparse.Namespace, kind: type[Sizes], flag: str, *, chosen: bool) -> Sizes | None:
+    """Return the sizes of a kind of draft; None if it is not chosen by `flag`, and then ValueError if one is given."""
+    names = [field.name for field in fields(kind)]
+    given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    if given and not chosen:
+        raise ValueError(f"{option(next(iter(given)))} has an effect only with {flag}; add {flag}, or drop it")
+    return kind(**given) if chosen else None
 
 
 def recipe_of(args: argparse.Namespace) -> TrainRecipe:

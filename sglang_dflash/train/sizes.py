@@ -1,4 +1,4 @@
-"""Sizes of a draft: those that it takes from its target, and those of DFlash 2."""
+"""Sizes of a draft: those that it takes from its target, and those of DFlash 2 and Domino."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +13,14 @@ class Second:
     conv_group_size: int = 16
     selector_rank: int = 256
     selector_top_k: int = 16
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sizes of Domino's rollout, named as in config.json. The defaults are those of SpecForge's drafts."""
+
+    gru_hidden_dim: int = 1024
+    emb_dim: int = 256
 
 
 def check_target(fields: Mapping[str, Any], second: Second | None) -> None:

@@ -7,12 +7,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sglang_dflash.engine.draft.record import SECOND
+from sglang_dflash.engine.draft.variants import DOMINO
 from sglang_dflash.reference.torch import DraftModel
 from sglang_dflash.reference.torch.draft import Layer
 from sglang_dflash.train.features import weights_digest
 from sglang_dflash.train.loop import differing
 
 RANDOM, TARGET = "random", "target"
+DOMINO_FIELDS = ("projector_type", *DOMINO)
 FREE = ("block_size", "dtype", "max_position_embeddings")  # config.json fields that may differ from the other draft's
 
 
@@ -38,6 +40,8 @@ def start(draft: DraftModel, target: PreTrainedModel, source: str) -> str:
         return source
     other = DraftModel.from_pretrained(source, dtype=torch.float32)
     free = FREE if other.candidate_selector else (*FREE, "architectures", *SECOND)
+    free = free if other.domino else (*free, *DOMINO_FIELDS)
+    free = free if other.config.draft_vocab_size else (*free, "draft_vocab_size")
     fixed, wanted = (
         {
             name: value
@@ -72,13 +76,13 @@ def add_layers(draft: DraftModel, n_layers: int) -> None:
 
 
 def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
-    """Initialise matrices from a normal distribution, and DFlash 2's additions so that they have no effect yet.
+    """Initialise matrices from a normal distribution, and what follows them so that it has no effect yet.
 
     Convolutions start as the identity. A selector's pairwise scores start at zero: its successor codebook is zero, and
-    its predecessor codebook is random, so that gradients are not zero.
+    its predecessor codebook is random, so that gradients are not zero. Domino's corrections start at zero.
     """
     for name, parameter in draft.named_parameters():
-        if name.endswith(("kernel_projection.weight", "successor_codebook")):
+        if name.endswith(("kernel_projection.weight", "successor_codebook")) or name.endswith("embed_proj.2.weight"):
             torch.nn.init.zeros_(parameter)
         elif name.endswith("predecessor_codebook"):
             torch.nn.init.normal_(parameter)

@@ -233,6 +233,13 @@ class Draft(nn.Module):
         """Return the target's ids of the tokens of a reduced vocabulary, int64."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    @torch.no_grad()
+    def list_tokens(self, tokens: torch.Tensor) -> None:
+        """Set the reduced vocabulary: `tokens`, int64, and the lowest other ids if there are too few."""
+        others = torch.arange(len(self.d2t) + len(tokens))
+        chosen = torch.cat([tokens, others[~torch.isin(others, tokens)]])[: len(self.d2t)].sort().values
+        self.d2t.copy_(chosen - torch.arange(len(chosen)))
+
     def listed(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [..., V] with -inf for the tokens that are not in the draft's vocabulary."""
         if not self.config.draft_vocab_size:
