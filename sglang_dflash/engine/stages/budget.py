@@ -50,10 +50,17 @@ LAUNCHES = {
 }
 # Further emulated launches if the draft has a window: the KV slots of ring buffers are computed by small operations.
 RING = {"catch_up": 20, "draft": 20, "append": 8}
+# Further launches if the draft norms captured layers and each layer's context (Laguna): two norms without weights, and
+# two products with weights. On a GPU these are 4 launches.
+NORMS = {"catch_up": 6, "append": 6}
 FLASHINFER_PLAN = 19  # launches with which FlashInfer plans a forward, equal on a GPU and in the emulation
 
+DOMINO = 24  # emulated launches of one corrected draft: its candidates' corrections, and a step of the GRU
 
-def draft_forward(n_layers: int, *, second: bool, ranks: bool, fp8_head: bool) -> int:
+
+def draft_forward(
+    n_layers: int, *, second: bool, ranks: bool, fp8_head: bool, gated: bool = False, n_corrected: int = 0
+) -> int:
     """Return the limit of launches in a captured forward of an unquantized draft, in the emulation.
 
     On a GPU (computed, not measured) each layer has 10 launches. Outside the layers there are 7: embedding, norm,
@@ -64,7 +71,10 @@ def draft_forward(n_layers: int, *, second: bool, ranks: bool, fp8_head: bool) -
         n_layers: number of draft layers.
         second: a DFlash 2 draft. It adds a selector, and to each sublayer two convolutions and a projection.
         ranks: several ranks. They add all-reduces and the exchange of their best tokens.
+        gated: a gate per layer, with 6 launches on a GPU.
+        n_corrected: drafts of a block that Domino corrects, each with about 12 launches on a GPU.
         fp8_head: an fp8 head. It rounds hidden states, in one launch on a GPU and in ten in the emulation.
     """
-    per_layer = 28 + (8 if second else 0) + (4 if ranks else 0)
-    return per_layer * n_layers + 12 + (14 if second else 0) + (14 if ranks else 0) + (10 if fp8_head else 0)
+    per_layer = 28 + (8 if second else 0) + (4 if ranks else 0) + (6 if gated else 0)
+    rollout = 20 + (DOMINO + (4 if ranks else 0)) * n_corrected if n_corrected else 0
+    return per_layer * n_layers + 12 + (14 if second else 0) + (14 if ranks else 0) + (10 if fp8_head else 0) + rollout

@@ -10,12 +10,13 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
 
+from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.stages import budget
 from sglang_dflash.platforms.rehearsal.pool import extent
 from sglang_dflash.platforms.rehearsal.tape import CaptureError, Node, storage_of, tensors
@@ -32,6 +33,7 @@ class Span(NamedTuple):
     name: str
     begin: int
     end: int
+    most: int  # largest allowed number of reads in one forward
 
 
 def watch_parameters(model: nn.Module) -> None:
@@ -78,6 +80,8 @@ def require_launches(nodes: list[Node]) -> None:
             second=model.candidate_selector is not None,
             ranks=get_parallel().tp_size > 1,
             fp8_head=model.ends.copy is not None,
+            gated=bool(model.fields.gating),
+            n_corrected=model.fields.n_drafts - 1 if model.domino else 0,
         )
         if len(nodes) > most:
             raise CaptureError(
@@ -87,8 +91,12 @@ def require_launches(nodes: list[Node]) -> None:
 
 
 def require_one_read(nodes: Iterable[Node]) -> None:
-    """Check that a captured forward reads no parameter more than once, or raise CaptureError."""
+    """Check that a captured forward reads no parameter more often than allowed, or raise CaptureError.
+
+    The weights of Domino's rollout are read once per draft, all others once.
+    """
     by_storage = spans()
+    most = {span.name: span.most for found in by_storage.values() for span in found}
     read: defaultdict[str, float] = defaultdict(float)
     for node in nodes:
         if isinstance(node.run, OpOverload) and node.run._schema.name in LOOKS_UP:
@@ -96,7 +104,7 @@ def require_one_read(nodes: Iterable[Node]) -> None:
         for operand in tensors((node.args, node.kwargs)):
             for name, times in reads_of(operand, by_storage.get(storage_of(operand), [])):
                 read[name] += times
-    if again := {name: times for name, times in read.items() if times > 1 + ROUNDING}:
+    if again := {name: times for name, times in read.items() if times > most[name] + ROUNDING}:
         many = ", ".join(f"{name} {times:.3g} times" for name, times in again.items())
         raise CaptureError(
             f"a captured forward reads weights more than once: {many}; read each weight once for all rows"
@@ -111,7 +119,9 @@ def spans() -> dict[int, list[Span]]:
     found: dict[int, list[Span]] = {}
     for model in watched():
         for name, parameter in model.named_parameters():
-            found.setdefault(storage_of(parameter), []).append(Span(f"{type(model).__name__}.{name}", *ends(parameter)))
+            most = cast(Checkpoint, model.fields).block_size if name.startswith("domino.") else 1
+            span = Span(f"{type(model).__name__}.{name}", *ends(parameter), most)
+            found.setdefault(storage_of(parameter), []).append(span)
     return found
 
 

@@ -103,19 +103,25 @@ def allowed_of(worker: Any) -> dict[str, int]:
         "draft": worker.config.draft_attention_backend == "flashinfer",
         "verify": worker.target_runner.decode_attention_backend_str == "flashinfer",
     }
-    return allowed(ring=worker.config.draft_window is not None, planned=[stage for stage in planned if planned[stage]])
+    return allowed(
+        ring=worker.config.draft_window is not None,
+        norms=worker.config.draft.norms_features,
+        planned=[stage for stage in planned if planned[stage]],
+    )
 
 
-def allowed(*, ring: bool, planned: Collection[str] = ()) -> dict[str, int]:
+def allowed(*, ring: bool, norms: bool = False, planned: Collection[str] = ()) -> dict[str, int]:
     """Return the largest allowed number of emulated launches in a decode step, by stage.
 
     Args:
         ring: the draft has a ring buffer.
+        norms: the draft norms captured layers and each layer's context.
         planned: stages whose forward FlashInfer plans, which adds launches.
     """
     return {
         stage: row.emulated
         + (budget.RING.get(stage, 0) if ring else 0)
+        + (budget.NORMS.get(stage, 0) if norms else 0)
         + (budget.FLASHINFER_PLAN if stage in planned else 0)
         for stage, row in budget.LAUNCHES.items()
     }
