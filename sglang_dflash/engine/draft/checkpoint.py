@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_dflash.engine.draft import files as draft_files
+from sglang_dflash.engine.draft import packed
 from sglang_dflash.engine.draft.dialects import LAYERS, in_our_words
 from sglang_dflash.engine.draft.fields import Fields
 from sglang_dflash.engine.draft.record import FULL, SECOND, SLIDING, Checkpoint
@@ -41,8 +42,8 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
         ValueError: the checkpoint cannot be read, is incomplete, or contradicts itself.
         NotSupported: the checkpoint is a valid draft, but not a DFlash draft, or has an unsupported field.
     """
-    checkpoint = parse(draft_files.read_config(path, revision), path)
-    found = draft_files.tensor_shapes(path, revision)
+    checkpoint = parse(packed.with_modelopt_config(draft_files.read_config(path, revision), path, revision), path)
+    found = packed.plain_shapes(draft_files.tensor_headers(path, revision), checkpoint.packing, path)
     borrowed = {name: found.pop(name) for name in draft_files.BORROWED if name in found}
     check_tensors(checkpoint, found)
     return replace(checkpoint, borrowed=borrowed)
@@ -87,6 +88,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         mask_token_id=fields.count("mask_token_id", least=0),
         target_layer_ids=_target_layer_ids(config, path),
         dtype=_dtype(config, path),
+        packing=packed.packing_of(config, path),
         **_second(config, path),
     )
 
@@ -262,7 +264,7 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
 
     Args:
         checkpoint: fields of the config.
-        found: shape of each tensor in the files by name, see `files.tensor_shapes`, without those in `files.BORROWED`.
+        found: shape of each tensor by name, see `packed.plain_shapes`, without those in `files.BORROWED`.
     Raises:
         ValueError: a tensor is missing or has another shape.
         NotSupported: there is a tensor that DFlash does not have.

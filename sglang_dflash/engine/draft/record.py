@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from sglang_dflash.engine.draft.packed import Packing
 from sglang_dflash.engine.draft.variants import DFLASH, DFLASH_2, GIVE
 from sglang_dflash.errors import NotSupported
 
@@ -59,6 +60,7 @@ class Checkpoint:
     selector_top_k: int = 0  # number of candidates per slot
     output_multiplier: float = 1.0  # scales the candidates' logits
     final_logit_softcapping: float | None = None  # tanh soft cap applied after scaling; None: no cap
+    packing: Packing | None = field(default=None, compare=False)  # format of quantized weights; None: not quantized
     # Shapes of the unused tensors in the draft's files (see `files.BORROWED`), by name.
     borrowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     path: str = field(default="the draft", compare=False)  # the draft's name in messages
@@ -130,12 +132,12 @@ class Checkpoint:
         return None if FULL in self.layer_types else self.sliding_window
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of a config.json that SGLang, vLLM and `parse` can read."""
+        """Return the content of a config.json, for plain weights, that SGLang, vLLM and `parse` can read."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         dflash = {name: fields.pop(name) for name in ("mask_token_id", "target_layer_ids")}
         second = {name: fields.pop(name) for name in SECOND}
         causal = fields.pop("sliding_is_causal")
-        del fields["borrowed"]
+        del fields["borrowed"], fields["packing"]
         theta = self.rope_parameters["rope_theta"]
         return {
             "architectures": [DFLASH_2 if self.selector_rank else DFLASH],

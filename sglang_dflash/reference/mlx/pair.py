@@ -97,6 +97,9 @@ def load_draft(source: str) -> MLXDraft:
     """Load the draft. Raises the errors of `sglang_dflash.reference.torch.DraftModel.from_pretrained`."""
     with fetching(source):
         folder = files.local_folder(source)
-    draft = MLXDraft(checkpoint.read(str(folder)))
+    config = checkpoint.read(str(folder))
+    if config.packing:
+        raise NotSupported(f"{source} is quantized ({config.packing.words}); on MLX give the unquantized draft")
+    draft = MLXDraft(config)
     draft.load_weights(list(files.read_tensors(folder, lambda file: mx.load(str(file))).items()))
     return draft

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from sglang_dflash.engine.draft import checkpoint, files
+from sglang_dflash.engine.draft.packed import unpacked
 from sglang_dflash.reference.torch.draft import Draft
 from sglang_dflash.reference.torch.generate import Options, spec_steps
 
@@ -59,8 +61,10 @@ class DraftModel(Draft):
             OSError: there is no such folder or repository, or the repository cannot be fetched.
         """
         folder = files.local_folder(source)
-        draft = cls(checkpoint.read(str(folder)))
-        draft.load_state_dict(files.read_tensors(folder, load_file), assign=True)
+        config = checkpoint.read(str(folder))
+        unpack = partial(unpacked, packing=config.packing, dtype=dtype or vars(torch)[config.dtype])
+        draft = cls(config)
+        draft.load_state_dict(files.read_tensors(folder, load_file, unpack), assign=True)
         draft.requires_grad_(False)
         return draft.to(device=device, dtype=dtype).eval()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.draft.packed import Packing
 from sglang_dflash.engine.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.reference.torch import DraftModel
@@ -250,12 +251,12 @@ def test_an_invalid_checkpoint_cannot_be_constructed(wrong: dict[str, Any], writ
 
 
 def test_every_field_is_written(write: Callable) -> None:
-    """A field that `to_json` omits would be read back as its default."""
+    """A field that `to_json` omits would be read back as its default. Of the fields about files, none is written."""
     other = replace(
         checkpoint.read(str(write({}))), rms_norm_eps=1e-5, attention_bias=True, max_position_embeddings=64,
         rope_parameters={"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}, layer_types=(SLIDING, SLIDING),
         sliding_window=9, sliding_is_causal=False, num_target_layers=None, dtype="float16",
-        **SECOND, output_multiplier=0.5, final_logit_softcapping=20.0,
+        **SECOND, output_multiplier=0.5, final_logit_softcapping=20.0, packing=Packing("fp8", "F8_E4M3", 8, (0, 0), ()),
     )  # fmt: skip
     defaults = {field.name: field.default for field in fields(Checkpoint)}
     assert [name for name, value in vars(other).items() if value == defaults[name]] == []
