@@ -31,6 +31,7 @@ from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from torch import nn
 
 from sglang_dflash.engine.draft.fill import filled
+from sglang_dflash.engine.draft.packed import unpacked
 from sglang_dflash.engine.draft.rotary import reach
 from sglang_dflash.engine.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.engine.draft.target_ends import TargetEnds
@@ -134,8 +135,7 @@ class DraftMLP(nn.Module):
 
     def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         gate_up, _ = self.gate_up_proj(hidden_TH)
-        out, _ = self.down_proj(self.act(gate_up))
-        return out
+        return self.down_proj(self.act(gate_up))[0]
 
 
 class DraftLayer(nn.Module):
@@ -215,8 +215,7 @@ class DFlashDraftModel(nn.Module):
         Raises:
             ValueError: a tensor was not loaded.
         """
-        missing = sorted(self.needed - self.loaded)
-        if missing:
+        if missing := sorted(self.needed - self.loaded):
             raise ValueError(f"the draft's load format left out {missing[0]!r}; drop --speculative-draft-load-format")
         # `object.__setattr__` bypasses nn.Module, so that the target's weights do not become parameters of the draft.
         object.__setattr__(self, "ends", ends)
@@ -284,6 +283,7 @@ class DFlashDraftModel(nn.Module):
             AssertionError, RuntimeError: a tensor has a wrong shape (raised by SGLang's loaders).
         """
         parameters = dict(self.named_parameters())
+        weights = unpacked(weights, self.config.packing, self.norm.weight.dtype)
         if self.needed <= self.loaded:
             if self.qkv_LXH is None:
                 raise ValueError(QUANTIZED)

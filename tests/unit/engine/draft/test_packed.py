@@ -12,14 +12,18 @@ import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.utils.hf_transformers.config import get_config
 
 from sglang_dflash.engine.draft import checkpoint, files
 from sglang_dflash.engine.draft.packed import packing_of, plain_shapes, unpacked
+from sglang_dflash.engine.draft.sglang_config import not_quantized, read_draft
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.pairs.tiny.pairs import DENSE, DENSE_2
 from sglang_dflash.reference.torch import DraftModel
@@ -350,7 +354,23 @@ def test_fields_of_writers_that_change_nothing(strategy: str | None) -> None:
     assert given["config_groups"]["group_0"]["weights"]["group_size"] == 128, "the config was changed"
 
 
-# -- ModelOpt's own file ------------------------------------------------------------------------------------------
+# -- SGLang --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["int4", "modelopt-nvfp4-file"])
+def test_sglang_builds_plain_layers(form: str, tmp_path: Path) -> None:
+    folder = quantized_draft(DENSE.draft, tmp_path / "draft", form)
+    config = read_draft(get_config, str(folder), trust_remote_code=False)
+    assert config.packing == parsed(form)
+    assert not {"quantization_config", "compression_config"} & vars(config).keys()
+    json.loads(config.to_json_string())
+    model = SimpleNamespace(hf_config=config, is_draft_model=True, model_path=str(folder))
+    model._parse_modelopt_quant_config = lambda found: ModelConfig._parse_modelopt_quant_config(model, found)
+    stock = ModelConfig._parse_quant_hf_config
+    assert bool(stock(model)) == FORMATS[form].own_file, "SGLang would build quantized layers"
+    assert not_quantized(stock, model) is None
+    model.is_draft_model = False
+    assert not_quantized(stock, model) == stock(model)
 
 
 def test_a_config_precedes_modelopts_file(tmp_path: Path) -> None:
