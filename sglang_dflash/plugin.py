@@ -45,13 +45,14 @@ def register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dflash.engine.draft.sglang_config import as_long_as_the_target, read_draft
+    from sglang_dflash.engine.draft.sglang_config import as_long_as_the_target, not_quantized, read_draft
     from sglang_dflash.platforms.cpu.platform import register_choices, require_device
 
     HookRegistry.register(HOOKS["create_worker"], create_worker, HookType.AROUND)
     HookRegistry.register(HOOKS["add_cli_args"], add_old_flags, HookType.AFTER)
     HookRegistry.register(HOOKS["read_draft"], read_draft, HookType.AROUND)
     HookRegistry.register(HOOKS["draft_length"], as_long_as_the_target, HookType.AROUND)
+    HookRegistry.register(HOOKS["draft_packing"], not_quantized, HookType.AROUND)
     HookRegistry.register(HOOKS["check_server_args"], prepare_tokenizer, HookType.AFTER)
     register_resolution_hook("handle_mega_moe")(apply_flags)
     register_resolution_hook("handle_missing_default_values")(require_device)

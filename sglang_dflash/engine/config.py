@@ -208,7 +208,7 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
     if arguments.draft_quantization not in (None, *DRAFT_QUANTIZATIONS):
         raise NotSupported(
             f"--speculative-draft-model-quantization {arguments.draft_quantization} is not supported with DFLASH (a "
-            f"draft is a plain checkpoint, quantized while it loads); give {' or '.join(DRAFT_QUANTIZATIONS)}"
+            f"draft can only be quantized to fp8, while it loads); give {' or '.join(DRAFT_QUANTIZATIONS)}"
         )
     for name in arguments.unsupported:
         raise NotSupported(f"{flag(name)} is not supported with DFLASH ({UNSUPPORTED[name]}); drop the flag")

@@ -281,6 +281,9 @@ def test_pairs_that_do_not_fit(folders, tmp_path: Path) -> None:
     (other / "config.json").write_text(json.dumps(config | {"num_target_layers": 5}))
     with pytest.raises(ValueError, match="give the draft that was trained for this target"):
         load(str(target), str(other))
+    (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(NotSupported, match=r"is quantized \(fp8\); on MLX give the unquantized draft"):
+        load(str(target), str(other))
     (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
     with pytest.raises(NotSupported, match="model_type is 'gemma3_text'; on MLX give a target of type llama or qwen3"):
         load(str(tmp_path), str(draft))

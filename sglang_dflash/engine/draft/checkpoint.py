@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_dflash.engine.draft import files as draft_files
+from sglang_dflash.engine.draft import packed
 from sglang_dflash.engine.draft.dialects import LAYERS, in_our_words
 from sglang_dflash.engine.draft.fields import Fields
 from sglang_dflash.engine.draft.record import FULL, SECOND, SLIDING, Checkpoint
@@ -42,8 +43,9 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
         ValueError: the checkpoint cannot be read, is incomplete, or contradicts itself.
         NotSupported: the checkpoint is a valid draft, but not a DFlash draft, or has an unsupported field.
     """
-    checkpoint = parse(draft_files.read_config(path, revision), path)
-    found = apart_shapes(checkpoint, draft_files.tensor_shapes(path, revision))
+    checkpoint = parse(packed.with_modelopt_config(draft_files.read_config(path, revision), path, revision), path)
+    stored = packed.plain_shapes(draft_files.tensor_headers(path, revision), checkpoint.packing, path)
+    found = apart_shapes(checkpoint, stored)
     unused = set(draft_files.BORROWED) - expected_shapes(checkpoint).keys()
     borrowed = {name: found.pop(name) for name in draft_files.BORROWED if name in unused & found.keys()}
     check_tensors(checkpoint, found)
@@ -91,6 +93,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         mask_token_id=fields.count("mask_token_id", least=0),
         target_layer_ids=_target_layer_ids(config, path),
         dtype=_dtype(config, path),
+        packing=packed.packing_of(config, path),
         **_second(config, path),
         norms_features=is_laguna,
         embeds_scaled=bool(inner.get("embeds_scaled", True)),

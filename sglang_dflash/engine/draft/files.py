@@ -1,7 +1,7 @@
-"""Access to a draft's files: `config.json`, and tensors or only their names and shapes.
+"""Access to a draft's files: `config.json`, and tensors or only their names, dtypes and shapes.
 
 A draft is a directory or a Hugging Face repository id, as in SGLang. If a repository is not in the local cache,
-`read_config` fetches only its config.json. `tensor_shapes` fetches only the headers of its safetensors files.
+`read_config` fetches only its config.json. `tensor_headers` fetches only the headers of its safetensors files.
 `local_folder` downloads config.json and the whole safetensors files. `checkpoint.py` interprets the fields.
 """
 
@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from httpx import TransportError
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -26,12 +26,12 @@ from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.errors import STOCK, NotSupported
 
-Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 # Errors of `hf_hub_download`, if a file is neither in the cache nor on the hub, or the hub cannot be reached.
 NOT_FETCHED = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError)
 N_SAMPLES, SAMPLE = 256, 4096  # samples per weight file for a digest, and bytes per sample
 MASK_EMBEDDING = "mask_embedding.pt"
+MODELOPT_CONFIG = "hf_quant_config.json"
 ROTARY = "rotary_emb.inv_freq"
 # Names of tensors in Muse Glimmer's draft, with z-lab's names.
 ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
@@ -42,6 +42,13 @@ DOMINO = ("prefix_gru.", "embed_proj.")  # prefixes of names that this package p
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
 
 
+class Stored(NamedTuple):
+    """Header of a tensor in a safetensors file."""
+
+    dtype: str  # as in the file, for example F8_E4M3
+    shape: tuple[int, ...]
+
+
 def read_config(path: str, revision: str | None) -> dict[str, Any]:
     """Return `config.json` as written, without a library's defaults.
 
@@ -50,6 +57,21 @@ def read_config(path: str, revision: str | None) -> dict[str, Any]:
     """
     file = _local_config(Path(path)) if Path(path).exists() else _hub_config(path, revision)
     return read_object(file, "fetch the draft again")
+
+
+def read_modelopt_config(path: str, revision: str | None) -> dict[str, Any] | None:
+    """Return the file in which ModelOpt describes quantized weights; None: the draft has none, or it is not reachable.
+
+    Raises:
+        ValueError: the file contains no JSON object.
+    """
+    file = Path(path) / MODELOPT_CONFIG
+    if not Path(path).exists():
+        try:
+            file = Path(hf_hub_download(path, MODELOPT_CONFIG, revision=revision))
+        except NOT_FETCHED:
+            return None
+    return read_object(file, "fetch the draft again") if file.is_file() else None
 
 
 def read_object(file: Path, cure: str) -> dict[str, Any]:
@@ -67,8 +89,8 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
     return found
 
 
-def tensor_shapes(path: str, revision: str | None) -> Shapes:
-    """Return the shape of every tensor of the draft by name, without an exporter's name prefix (see `own_names`).
+def tensor_headers(path: str, revision: str | None) -> dict[str, Stored]:
+    """Return the header of every tensor of the draft by name, without an exporter's name prefix (see `own_names`).
 
     Raises:
         ValueError: the draft has no safetensors files, one of them is missing, is damaged or cannot be fetched, or a
@@ -76,7 +98,7 @@ def tensor_shapes(path: str, revision: str | None) -> Shapes:
         NotSupported: the draft has its own mask embedding.
     """
     folder = Path(path) if Path(path).exists() else _cached_snapshot(path, revision)
-    return own_names(_local_shapes(folder) if folder else _hub_shapes(path, revision))
+    return own_names(_local_headers(folder) if folder else _hub_headers(path, revision))
 
 
 def identity(path: str, revision: str | None) -> tuple[str, str]:
@@ -137,7 +159,8 @@ def local_folder(source: str | Path) -> Path:
     if not folder.is_dir():
         if folder.is_absolute() or str(source).count("/") != 1:
             raise FileNotFoundError(f"there is no folder {source}; give a checkpoint's folder or its name on the hub")
-        folder = Path(snapshot_download(str(source), allow_patterns=["config.json", "*.safetensors", MASK_EMBEDDING]))
+        wanted = ["config.json", "*.safetensors", MASK_EMBEDDING, MODELOPT_CONFIG]
+        folder = Path(snapshot_download(str(source), allow_patterns=wanted))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a DFlash checkpoint")
     return folder
@@ -196,14 +219,15 @@ def _local_config(folder: Path) -> Path:
     return folder / "config.json"
 
 
-def _local_shapes(folder: Path) -> Iterator[tuple[str, Shapes]]:
+def _local_headers(folder: Path) -> Iterator[tuple[str, dict[str, Stored]]]:
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="numpy") as tensors:
-                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+                found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                headers = {name: Stored(one.get_dtype(), tuple(one.get_shape())) for name, one in found.items()}
         except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{file} cannot be read as safetensors ({error}); fetch the draft again") from None
-        yield str(file), shapes
+        yield str(file), headers
 
 
 # -- a repository --------------------------------------------------------------------------------------------------
@@ -231,7 +255,7 @@ def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
     return folder if any(folder.glob("*.safetensors")) else None
 
 
-def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Shapes]]:
+def _hub_headers(repository: str, revision: str | None) -> Iterator[tuple[str, dict[str, Stored]]]:
     which = repository if revision is None else f"{repository} --revision {revision}"
     try:
         files = HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata
@@ -251,4 +275,4 @@ def _hub_shapes(repository: str, revision: str | None) -> Iterator[tuple[str, Sh
     if has_own_mask:
         raise _own_mask(repository)
     for file, found in files.items():
-        yield f"{repository}/{file}", {name: tuple(info.shape) for name, info in found.tensors.items()}
+        yield f"{repository}/{file}", {name: Stored(one.dtype, tuple(one.shape)) for name, one in found.tensors.items()}

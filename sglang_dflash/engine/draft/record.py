@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from sglang_dflash.engine.draft.packed import Packing
 from sglang_dflash.engine.draft.variants import DFLASH, DFLASH_2, GIVE
 from sglang_dflash.errors import NotSupported
 
@@ -91,6 +92,7 @@ class Checkpoint:
     shift_label: bool = False  # Domino: slot i predicts the token of slot i + 1, and the last slot nothing
     gru_hidden_dim: int = 0  # Domino: width of the state that summarises the tokens drafted so far; 0: no Domino
     emb_dim: int = 0  # Domino: rank of the correction of the logits
+    packing: Packing | None = field(default=None, compare=False)  # format of quantized weights; None: not quantized
     # Shapes of the unused tensors in the draft's files (see `files.BORROWED`), by name.
     borrowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     path: str = field(default="the draft", compare=False)  # the draft's name in messages
@@ -183,7 +185,7 @@ class Checkpoint:
         return sorted(name for name in names if vars(self)[name] != Checkpoint.__dataclass_fields__[name].default)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of a config.json that SGLang, vLLM and `parse` can read."""
+        """Return the content of a config.json, for plain weights, that SGLang, vLLM and `parse` can read."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         dflash = {name: fields.pop(name) for name in ("mask_token_id", "target_layer_ids")}
         dflash |= {name: value for name in ADDED if (value := fields.pop(name)) != ADDED[name]}
@@ -194,7 +196,7 @@ class Checkpoint:
         architecture = fields.pop("architecture")
         causal = True if fields.pop("full_is_causal") else None
         is_causal = causal if fields.pop("sliding_is_causal") else False
-        del fields["borrowed"], fields["path"]
+        del fields["borrowed"], fields["path"], fields["packing"]
         theta = self.rope_parameters["rope_theta"]
         return {
             "architectures": [DFLASH_2 if self.selector_rank and architecture == DFLASH else architecture],

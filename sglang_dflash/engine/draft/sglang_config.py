@@ -17,6 +17,7 @@ from sglang_dflash import flags
 from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft import files as draft_files
 from sglang_dflash.engine.draft.dialects import names_draft
+from sglang_dflash.engine.draft.packed import with_modelopt_config
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.flags import Worker
 
@@ -54,6 +55,15 @@ def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context
     stock(model_config, context_length)
 
 
+def not_quantized(stock: Callable[..., dict[str, Any] | None], model_config: Any) -> dict[str, Any] | None:
+    """Return None for a draft, whose quantized weights become plain ones while they load.
+
+    SGLang would find ModelOpt's hf_quant_config.json in the draft's folder, and build quantized layers. Hook around
+    `ModelConfig._parse_quant_hf_config`.
+    """
+    return None if model_config.is_draft_model and is_ours(model_config.hf_config) else stock(model_config)
+
+
 def is_ours(config: PretrainedConfig) -> bool:
     """Return whether the config is a DFlash draft's, and this plugin's worker is selected."""
     return names_draft({"architectures": config.architectures}) and flags.current().worker is not Worker.STOCK
@@ -69,16 +79,16 @@ def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
     with suppress(ValueError):
         config = draft_files.read_config(model, revision)
         if names_draft(config):
-            return sglang_config(checkpoint.parse(config, model))
+            return sglang_config(checkpoint.parse(with_modelopt_config(config, model, revision), model))
     return None
 
 
 def sglang_config(draft: Checkpoint) -> PretrainedConfig:
-    """Return the draft's fields as a Transformers config.
+    """Return the draft's fields as a Transformers config, with the files' format of quantized weights as `packing`.
 
-    For a scaled rope without `original_max_position_embeddings`, Transformers sets this field to
-    `max_position_embeddings`.
+    The config has no `quantization_config`, because SGLang would build quantized layers. For a scaled rope without
+    `original_max_position_embeddings`, Transformers sets this field to `max_position_embeddings`.
     """
     config = Qwen3Config.from_dict(draft.to_json())
-    config._name_or_path = draft.path
+    config._name_or_path, config.packing = draft.path, draft.packing
     return config

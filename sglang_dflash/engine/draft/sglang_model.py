@@ -40,6 +40,7 @@ from sglang_dflash.engine.draft.domino import Domino
 from sglang_dflash.engine.draft.files import own_name
 from sglang_dflash.engine.draft.fill import Filling, filled
 from sglang_dflash.engine.draft.layout import Layout
+from sglang_dflash.engine.draft.packed import unpacked
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.rotary import reach
 from sglang_dflash.engine.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
@@ -67,8 +68,7 @@ class DraftMLP(nn.Module):
 
     def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         gate_up, _ = self.gate_up_proj(hidden_TH)
-        out, _ = self.down_proj(self.act(gate_up))
-        return out
+        return self.down_proj(self.act(gate_up))[0]
 
 
 class Swiglu(nn.Module):
@@ -180,8 +180,7 @@ class DFlashDraftModel(nn.Module):
         Raises:
             ValueError: a tensor was not loaded.
         """
-        missing = sorted(self.needed - self.loaded)
-        if missing:
+        if missing := sorted(self.needed - self.loaded):
             raise ValueError(f"the draft's load format left out {missing[0]!r}; drop --speculative-draft-load-format")
         ends = with_copy(ends, self.d2t if self.fields.draft_vocab_size else None, fp8=fp8_head)
         if not self.fields.embeds_scaled:
@@ -251,7 +250,7 @@ class DFlashDraftModel(nn.Module):
             AssertionError, RuntimeError: a tensor has a wrong shape (raised by SGLang's loaders).
         """
         parameters = dict(self.named_parameters())
-        weights = tensors.apart(self.fields, weights)
+        weights = tensors.apart(self.fields, unpacked(weights, self.config.packing, self.norm.weight.dtype))
         if self.needed <= self.loaded:
             if self.is_quantized:
                 raise ValueError(QUANTIZED)

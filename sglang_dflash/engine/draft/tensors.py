@@ -9,6 +9,7 @@ from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.variants import GIVE
 from sglang_dflash.errors import NotSupported
 
+Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
 
@@ -64,17 +65,23 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def tensors_of(checkpoint: Checkpoint, folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
+def tensors_of(
+    checkpoint: Checkpoint,
+    folder: Path,
+    read: Callable[[Path], Mapping[str, Value]],
+    unpack: Callable[[Iterable[tuple[str, Value]]], Iterable[tuple[str, Value]]] = iter,
+) -> dict[str, Value]:
     """Return a directory's tensors in the form and by the names of `expected_shapes`. Unused tensors are left out.
 
     Args:
         read: a framework's reader of a safetensors file.
+        unpack: conversion of quantized weights, see `packed.unpacked`.
     Raises:
         ValueError, NotSupported: see `files.weight_files` and `files.own_names`.
     """
     stored = draft_files.own_names((str(file), read(file)) for file in draft_files.weight_files(folder))
     names = expected_shapes(checkpoint)
-    return {name: tensor for name, tensor in apart(checkpoint, stored.items()) if name in names}
+    return {name: tensor for name, tensor in apart(checkpoint, unpack(stored.items())) if name in names}
 
 
 def apart(checkpoint: Checkpoint, tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
@@ -104,13 +111,13 @@ def converted(checkpoint: Checkpoint, name: str, tensor: Any) -> Any:
     return tensor
 
 
-def apart_shapes(checkpoint: Checkpoint, found: draft_files.Shapes) -> draft_files.Shapes:
+def apart_shapes(checkpoint: Checkpoint, found: Shapes) -> Shapes:
     """Return the shapes of tensors that are stored fused as shapes of their parts.
 
     Raises:
         ValueError: a fused tensor has too few or too many rows.
     """
-    shapes: draft_files.Shapes = {}
+    shapes: Shapes = {}
     for name, shape in found.items():
         parts = _parts(checkpoint, name)
         n_rows = sum(n for _, n in parts)
@@ -140,7 +147,7 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
 
     Args:
         checkpoint: fields of the config.
-        found: shape of each tensor in the files by name, see `files.tensor_shapes`, without unused ones.
+        found: shape of each tensor in the files by name, see `packed.plain_shapes`, without unused ones.
     Raises:
         ValueError: a tensor is missing or has another shape.
         NotSupported: there is a tensor that DFlash does not have.

@@ -102,7 +102,7 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
     """Check that the computation of a draft is DFlash's.
 
     Raises:
-        NotSupported: the draft is another drafter's, is quantized, or requires a part that DFlash does not have.
+        NotSupported: the draft is another drafter's, or requires a part that DFlash does not have.
         ValueError: `architectures` is not a list, or `config` has no `dflash_config`.
     """
     architectures = config.get("architectures") or []
@@ -113,7 +113,6 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
             f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {DFLASH} or {DFLASH_2}; "
             f"{cure('architectures', *architectures)}"
         )
-    _refuse_quantized(config, path)
     dflash = config.get("dflash_config")
     if not isinstance(dflash, dict):
         raise ValueError(
@@ -164,18 +163,4 @@ def _refuse_key(path: str, key: str, value: Any) -> None:
     raise NotSupported(
         f"{path}: dflash_config.{key}={value!r} is not DFlash, but {variant or 'an unknown variant'}; "
         f"{cure('variant', variant) if variant else unknown}"
-    )
-
-
-def _refuse_quantized(config: Mapping[str, Any], path: str) -> None:
-    key = next((key for key in ("quantization_config", "compression_config") if config.get(key)), "")
-    if not key:
-        return
-    found = config[key]
-    of = found if isinstance(found, dict) else {}
-    words = ", ".join(str(of[name]) for name in ("quant_method", "format") if of.get(name)) or repr(found)
-    raise NotSupported(
-        f"{path}: {key} is {words}: quantized draft checkpoints are not supported; give the "
-        "unquantized draft (--speculative-draft-model-quantization fp8 quantizes it while it loads), or "
-        f"{STOCK}"
     )

@@ -60,9 +60,11 @@ def own_checkpoint_only(
             if served_is_quantized:  # SGLang would load the weights twice, and raise the second error
                 return False, QUANTIZED
             try:
-                require_like(served, checkpoint.read(model_path), vocab_size, block_size)
+                new = checkpoint.read(model_path)
+                require_like(served, new, vocab_size, block_size)
             except ValueError as error:
                 return False, str(error)
+            updater.get_model().config.packing = new.packing
         return stock(updater, model_path, *args, **kwargs)
 
     return update

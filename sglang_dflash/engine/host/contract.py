@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # Hooks that `plugin.register` sets.
-AT_REGISTRATION = ("create_worker", "add_cli_args", "check_server_args", "read_draft", "draft_length")
+AT_REGISTRATION = ("create_worker", "add_cli_args", "check_server_args", "read_draft", "draft_length", "draft_packing")
 
 
 def require_seams() -> None:

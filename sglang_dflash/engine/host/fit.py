@@ -109,6 +109,8 @@ def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple
         )
     if draft.dtype != target.dtype:
         found.append(f"{draft.path} has dtype {draft.dtype} and is loaded in {target.dtype}, the target's dtype")
+    if draft.packing:
+        found.append(f"{draft.path} is stored as {draft.packing.words} and is unpacked while it loads")
     if draft.vocab_size not in (None, target.vocab_size):
         found.append(
             f"{draft.path} has vocab_size {draft.vocab_size} and uses the target's embedding and head of "

@@ -100,6 +100,8 @@ def load_draft(source: str) -> MLXDraft:
     config = checkpoint.read(str(folder))
     if named := config.unlike_z_lab():
         raise NotSupported(f"{config.path}: {named[0]} is not supported on MLX; give a draft in z-lab's form")
+    if config.packing:
+        raise NotSupported(f"{source} is quantized ({config.packing.words}); on MLX give the unquantized draft")
     draft = MLXDraft(config)
     draft.load_weights(list(tensors.tensors_of(config, folder, lambda file: mx.load(str(file))).items()))
     return draft

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from sglang_dflash.engine.draft import checkpoint, files, tensors
+from sglang_dflash.engine.draft.packed import unpacked
 from sglang_dflash.reference.torch.draft import Draft
 from sglang_dflash.reference.torch.generate import Options, spec_steps
 
@@ -60,8 +62,9 @@ class DraftModel(Draft):
         """
         folder = files.local_folder(source)
         stored = checkpoint.read(str(folder))
+        unpack = partial(unpacked, packing=stored.packing, dtype=dtype or vars(torch)[stored.dtype])
         draft = cls(replace(stored, use_gemma_norm=False, rope_is_neox_style=True))  # tensors are converted
-        draft.load_state_dict(tensors.tensors_of(stored, folder, load_file), assign=True)
+        draft.load_state_dict(tensors.tensors_of(stored, folder, load_file, unpack), assign=True)
         draft.requires_grad_(False)
         return draft.to(device=device, dtype=dtype).eval()
 

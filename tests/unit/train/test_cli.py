@@ -149,7 +149,7 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--minutes", "2"], "--steps 4 and --minutes 2 both end the training; drop one of them"),
         (["--device", "gpu"], "--device gpu is no device of torch; give cpu, cuda or cuda:N"),
-        (["--selector-rank", "8"], "--selector-rank is a size of a DFlash 2 draft; add --dflash2, or drop it"),
+        (["--selector-rank", "8"], "--selector-rank has an effect only with --dflash2; add --dflash2, or drop it"),
         (["--dflash2", "--conv-group-size", "3"], "--conv-group-size 3 does not divide the target's hidden size 32"),
         (["--dflash2", "--conv-group-size", "8", "--selector-top-k", "99999"], "--selector-top-k 99999 exceeds the"),
         (["--data", "notes.md"], "neither .txt nor .jsonl"),

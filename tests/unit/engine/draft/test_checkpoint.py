@@ -166,12 +166,11 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"architectures": ["LiLiCorrDraftModel"]}, NotSupported, "is LiLiCorrDraftModel, not .*WORKER=stock"),
         ({"architectures": ["LlamaForCausalLM"]}, NotSupported, "LlamaForCausalLM, not .*; give a DFlash draft$"),
         (
-            {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, NotSupported,
-            r"is compressed-tensors, int-quantized: quantized draft checkpoints are not supported; give the "
-            r"unquantized draft \(--speculative-draft-model-quantization fp8 quantizes it while it loads\), or serve "
-            ".*SGLANG_DFLASH_WORKER=stock",
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}}, NotSupported,
+            r"is compressed-tensors, mxfp8-quantized with no config_groups: quantized drafts are read in .*; give one "
+            r"of these, or the unquantized draft \(--speculative-draft-model-quantization fp8 quantizes it while it lo",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "is fp8: quantized draft checkpoints"),
+        ({"quantization_config": {"quant_method": "gptq"}}, NotSupported, "is gptq: quantized drafts are read in"),
         ({"block_size": None}, ValueError, "config.json has no block_size"),
         ({"block_size": "16"}, ValueError, "block_size is '16', not an integer of at least 2"),
         ({"dflash_config": {"target_layer_ids": None}}, ValueError, "json has no dflash_config.target_layer_ids"),
@@ -216,7 +215,7 @@ def test_a_repositorys_mask_embedding_is_refused(monkeypatch: pytest.MonkeyPatch
     for exists in (False, True):
         monkeypatch.setattr(files.HfApi, "file_exists", lambda *_, exists=exists, **__: exists)
         with pytest.raises(NotSupported, match=r"someone/draft has a mask") if exists else nullcontext():
-            files.tensor_shapes("someone/draft", None)
+            files.tensor_headers("someone/draft", None)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +238,7 @@ def test_a_repository_whose_weights_cannot_be_read_is_refused(error, sentence, m
     monkeypatch.setattr(files, "_cached_snapshot", lambda *_: None)
     monkeypatch.setattr(files.HfApi, "get_safetensors_metadata", fail)
     with pytest.raises(ValueError, match=sentence):
-        files.tensor_shapes("o/d", "v1")
+        files.tensor_headers("o/d", "v1")
 
 
 def test_a_refusing_proxy_is_no_traceback(monkeypatch):

@@ -160,8 +160,8 @@ def nested(**fields: Any) -> dict[str, Any]:
         ),
         (SPECULATORS | {"aux_hidden_state_layer_ids": None}, ValueError, "aux_hidden_state_layer_ids is None"),
         (SPECULATORS | {"transformer_layer_config": None}, ValueError, "no transformer_layer_config; save the draft"),
-        (SPECULATORS | {"quantization_config": {"quant_method": "fp8"}}, NotSupported, "is fp8: quantized draft"),
-        (nested(quantization_config={"format": "pack-quantized"}), NotSupported, "is pack-quantized: quantized"),
+        (SPECULATORS | {"quantization_config": {"quant_method": "awq"}}, NotSupported, "is awq: quantized drafts are"),
+        (nested(quantization_config={"format": "mxfp4"}), NotSupported, "is mxfp4 with no config_groups: quantized"),
         (DEEPSPEC | {"markov_rank": 256}, NotSupported, "markov_rank 256 is DSpark; serve it with --spec"),
         (
             DEEPSPEC_NESTED | {"markov_rank": None, "dflash_config": INNER | {"markov_rank": 256}}, NotSupported,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.draft.packed import Packing
 from sglang_dflash.engine.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.engine.draft.variants import LAGUNA
 from sglang_dflash.errors import NotSupported
@@ -267,7 +268,7 @@ def test_an_invalid_checkpoint_cannot_be_constructed(wrong: dict[str, Any], writ
 
 
 def test_every_field_is_written(write: Callable) -> None:
-    """A field that `to_json` omits would be read back as its default."""
+    """A field that `to_json` omits would be read back as its default. Of the fields about files, none is written."""
     other = replace(
         checkpoint.read(str(write({}))), rms_norm_eps=1e-5, attention_bias=True, max_position_embeddings=64,
         rope_parameters={"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}, layer_types=(SLIDING, SLIDING),
@@ -275,6 +276,7 @@ def test_every_field_is_written(write: Callable) -> None:
         **SECOND, output_multiplier=0.5, final_logit_softcapping=20.0, architecture="DFlash2DraftModel",
         use_gemma_norm=True, rope_is_neox_style=False, hidden_act="swigluoai", swiglu_alpha=1.7, swiglu_limit=7.0,
         norms_features=True, gating="per-head", sample_from_anchor=True, embeds_scaled=False,
+        packing=Packing("fp8", "F8_E4M3", 8, (0, 0), ()),
     )  # fmt: skip
     laguna = replace(other, architecture=LAGUNA, **dict.fromkeys(SECOND, 0))
     plain = replace(laguna, architecture="DFlashDraftModel", norms_features=False)

@@ -96,7 +96,9 @@ def test_target_tensors_of_another_size_are_refused(name, shape, error, sentence
 @pytest.mark.parametrize(("vocab_size", "ok"), [(128, True), (136, False)])
 def test_an_update_from_disk_checks_the_targets_tensors(vocab_size, ok, borrowing):
     update = own_checkpoint_only(checkpoint.read(str(borrowing)), vocab_size=vocab_size, block_size=8)
-    draft = SimpleNamespace(get_model=lambda: object.__new__(DFlashDraftModel))
+    model = object.__new__(DFlashDraftModel)
+    model.config = SimpleNamespace(packing=None)
+    draft = SimpleNamespace(get_model=lambda: model)
 
     def stock(updater: Any, model_path: str) -> tuple[bool, str]:
         return True, "loaded"

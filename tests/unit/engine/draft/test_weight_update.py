@@ -17,10 +17,12 @@ from sglang_dflash.engine.draft.weight_push import quantized_draft_stays, refuse
 from sglang_dflash.engine.draft.weight_update import BUILT, own_checkpoint_only
 from sglang_dflash.engine.draft.weights import QUANTIZED, checkpoint_names, fused_name, lay_side_by_side
 from sglang_dflash.pairs.tiny.pairs import HYBRID
+from tests.fixtures.packing import quantized_draft
 
 SERVED, VOCAB_SIZE, BLOCK_SIZE = checkpoint.read(str(HYBRID.draft)), 1024, 12  # trained for blocks of 16
-DRAFT = SimpleNamespace(get_model=lambda: object.__new__(DFlashDraftModel))
-TARGET = SimpleNamespace(get_model=object)
+MODEL = object.__new__(DFlashDraftModel)
+MODEL.config = SimpleNamespace(packing=None)
+DRAFT, TARGET = SimpleNamespace(get_model=lambda: MODEL), SimpleNamespace(get_model=object)
 
 
 @pytest.fixture
@@ -41,6 +43,16 @@ def test_each_checkpoint_goes_to_its_own_model(load: Callable) -> None:
         f"Succeeded to update the target; the draft stays: {HYBRID.target} is not a DFlash draft.",
     )
     assert load(TARGET, HYBRID.draft) == (True, f"The target stays: {HYBRID.draft} is a DFlash draft.")
+
+
+def test_the_model_gets_the_format_of_the_new_files(load: Callable, tmp_path: Path) -> None:
+    """The served draft, the new one, and the next may be stored in different formats."""
+    for form in ("int4", "modelopt-nvfp4-file"):
+        folder = quantized_draft(HYBRID.draft, tmp_path / form, form)
+        assert load(DRAFT, folder) == (True, f"loaded {folder} as auto")
+        assert MODEL.config.packing == checkpoint.read(str(folder)).packing is not None
+    load(DRAFT, HYBRID.draft)
+    assert MODEL.config.packing is None
 
 
 @pytest.mark.parametrize("model", [TARGET, DRAFT], ids=["target", "draft"])
@@ -122,11 +134,11 @@ def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
 def test_all_fields_that_models_are_built_from_are_compared() -> None:
     """`require_like` compares the fields `BUILT`, from which a draft's model is built.
 
-    For three of the other ten fields it has separate rules: `block_size`, `num_target_layers` and `vocab_size`.
+    For three of the other eleven fields it has separate rules: `block_size`, `num_target_layers` and `vocab_size`.
     """
     left_out = {
         "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",
-        "architecture", "use_gemma_norm", "rope_is_neox_style",
+        "architecture", "use_gemma_norm", "rope_is_neox_style", "packing",
     }  # fmt: skip
     assert set(vars(SERVED)) - set(BUILT) == left_out
 
