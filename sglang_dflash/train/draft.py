@@ -24,7 +24,7 @@ from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
 from sglang_dflash.train.ranks import ALONE, Ranks
-from sglang_dflash.train.sizes import Rollout, Second, check_target
+from sglang_dflash.train.sizes import Rollout, Second, check_target, feature_layers
 from sglang_dflash.train.start import RANDOM, TARGET, start
 from sglang_dflash.train.tokens import Rows
 
@@ -193,18 +193,9 @@ def draft_config_for(
     """
     text = target.config.get_text_config()
     fields = text.to_dict()
-    check_target(fields, second)
+    check_target(fields, second, draft_vocab_size)
     # Targets with a RoPE base per layer type have no `rope_theta` here, so 10,000 applies.
     theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)
-    n_target = text.num_hidden_layers
-    last = n_target - 2
-    spread = tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))
-    ids = target_layer_ids or spread
-    if list(ids) != sorted(set(ids)) or ids[-1] > last:
-        raise ValueError(
-            f"--target-layer-ids {','.join(map(str, ids))} is not an ascending list within 0..{last}, the layers of a "
-            f"target of {n_target} that give features; change or drop it"
-        )
     if not 0 <= mask_token_id < text.vocab_size:
         raise ValueError(
             f"the mask token {mask_token_id} is not within 0..{text.vocab_size - 1}, the target's vocabulary; "
@@ -220,8 +211,8 @@ def draft_config_for(
         vocab_size=text.vocab_size,
         block_size=block_size,
         mask_token_id=mask_token_id,
-        target_layer_ids=ids,
-        num_target_layers=n_target,
+        target_layer_ids=feature_layers(target_layer_ids, n_layers, text.num_hidden_layers),
+        num_target_layers=text.num_hidden_layers,
         layer_types=(FULL,) * n_layers,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         rms_norm_eps=text.rms_norm_eps,
@@ -230,10 +221,6 @@ def draft_config_for(
         **(asdict(second) if second else {}),
         **(asdict(rollout) if rollout else {}),
     )
-    if (draft_vocab_size or 0) > text.vocab_size:
-        raise ValueError(
-            f"--draft-vocab-size {draft_vocab_size} exceeds the target's vocabulary of {text.vocab_size}; give less"
-        )
     check_pair(config, target)
     return config
 

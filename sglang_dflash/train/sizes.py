@@ -23,11 +23,27 @@ class Rollout:
     emb_dim: int = 256
 
 
-def check_target(fields: Mapping[str, Any], second: Second | None) -> None:
+def feature_layers(asked: tuple[int, ...] | None, n_layers: int, n_target: int) -> tuple[int, ...]:
+    """Return the target layers that give features: `asked`, or one per draft layer, spread over all but the last.
+
+    Raises:
+        ValueError: `asked` is not an ascending list of such layers.
+    """
+    last = n_target - 2
+    ids = asked or tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))
+    if list(ids) != sorted(set(ids)) or ids[-1] > last:
+        raise ValueError(
+            f"--target-layer-ids {','.join(map(str, ids))} is not an ascending list within 0..{last}, the layers of a "
+            f"target of {n_target} that give features; change or drop it"
+        )
+    return ids
+
+
+def check_target(fields: Mapping[str, Any], second: Second | None, draft_vocab_size: int | None = None) -> None:
     """Check that a draft can have the sizes of a target, the fields of its text config.
 
     Raises:
-        ValueError: the target lacks a size, has one layer, or contradicts the sizes of a DFlash 2 draft.
+        ValueError: the target lacks a size, has one layer, or contradicts the sizes of the draft.
     """
     needed = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "rms_norm_eps")
     if lacking := [name for name in needed if fields.get(name) is None]:
@@ -39,6 +55,10 @@ def check_target(fields: Mapping[str, Any], second: Second | None) -> None:
         raise ValueError(
             f"--conv-group-size {second.conv_group_size} does not divide the target's hidden size {hidden_size}; "
             "give a divisor"
+        )
+    if (draft_vocab_size or 0) > vocab_size:
+        raise ValueError(
+            f"--draft-vocab-size {draft_vocab_size} exceeds the target's vocabulary of {vocab_size}; give less"
         )
     if second and second.selector_top_k > vocab_size:
         raise ValueError(

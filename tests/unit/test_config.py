@@ -80,8 +80,8 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
     ("changes", "error", "sentence"),
     [
         ({"draft_path": None}, ValueError, "DFLASH needs a draft model; give --speculative-draft-model-path"),
-        ({"block_size": 9}, ValueError, r"block size 9 is not within 2\.\.8: .*-block-size to 2\.\.8, or drop both$"),
-        ({"block_size": 1}, ValueError, r"block size 1 is not within 2\.\.8"),
+        ({"block_size": 33}, ValueError, r"block size 33 is not within 2\.\.32: .*-block-size to 8 or less, or dr"),
+        ({"block_size": 1}, ValueError, r"block size 1 is not within 2\.\.32"),
         ({"draft_window": 7}, ValueError, "--speculative-draft-window-size 7 is smaller than the block of 8; give at"),
         (
             {"unsupported": ("speculative_draft_sink_size",)}, NotSupported,

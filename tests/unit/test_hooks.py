@@ -75,7 +75,7 @@ def test_the_reservation_is_as_wide_as_the_verify(monkeypatch: pytest.MonkeyPatc
 def test_draft_positions_reach_past_the_longest_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of a context of 100 tokens, one verify of 12 tokens is in flight, and the next one is planned."""
     reached = list[int]()
-    model = SimpleNamespace(attach=lambda ends, max_position: reached.append(max_position))
+    model = SimpleNamespace(attach=lambda ends, max_position, fp8_head: reached.append(max_position))
     made = SimpleNamespace(draft_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
     monkeypatch.setattr(worker, "build_draft_tp_worker", lambda **_: made)
     monkeypatch.setattr(worker, "verified_logits", lambda *_: None)

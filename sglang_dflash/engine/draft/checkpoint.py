@@ -66,8 +66,6 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
     refuse_variants(config, path)
     fields, of_layers = (Fields(config, path, "dflash_config", home=where) for where in ("", home))
     n_layers, head_dim = of_layers.count("num_hidden_layers"), of_layers.count("head_dim")
-    n_drafted = fields.optional_count("draft_vocab_size")
-    inner, is_laguna = config["dflash_config"], LAGUNA in config["architectures"]
     layer_types = _layer_types(config, n_layers, path)
     full_is_causal, sliding_is_causal = _causality(config, layer_types, path)
     return Checkpoint(
@@ -89,24 +87,35 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         full_is_causal=full_is_causal,
         sliding_is_causal=sliding_is_causal,
         num_target_layers=fields.optional_count("num_target_layers"),
-        block_size=fields.count("block_size", least=2),  # the anchor and at least one draft
+        # The anchor and at least one draft. Nemotron's config has no size, and SGLang assumes this one.
+        block_size=fields.count("block_size", 16 if config.get("has_embed_tokens") else None, least=2),
         mask_token_id=fields.count("mask_token_id", least=0),
         target_layer_ids=_target_layer_ids(config, path),
         dtype=_dtype(config, path),
         packing=packed.packing_of(config, path),
         **_second(config, path),
-        norms_features=is_laguna,
-        embeds_scaled=bool(inner.get("embeds_scaled", True)),
-        sample_from_anchor=any(inner.get(field) for field in ANCHOR_FIRST),
-        use_gemma_norm=bool(config.get("use_gemma_norm")),
-        rope_is_neox_style=bool(config.get("rope_is_neox_style", config.get("is_neox_style", True))),
-        **_activation(config, fields, path),
-        shift_label=bool(inner.get("shift_label", False)),
-        gru_hidden_dim=fields.count("gru_hidden_dim", 0, least=0),
-        emb_dim=fields.count("emb_dim", 0, least=0),
-        gating=_gating(config.get("gating", is_laguna), path),
-        draft_vocab_size=None if n_drafted == fields.get("vocab_size") else n_drafted,
+        **_kind(config, fields, path),
     )
+
+
+def _kind(config: Mapping[str, Any], fields: Fields, path: str) -> dict[str, Any]:
+    """Return the fields by which drafts of other trainers differ from z-lab's."""
+    inner, is_laguna = config["dflash_config"], LAGUNA in config["architectures"]
+    n_drafted = fields.optional_count("draft_vocab_size")
+    return {
+        "norms_features": is_laguna,
+        "has_embed_tokens": bool(config.get("has_embed_tokens")),
+        "embeds_scaled": bool(inner.get("embeds_scaled", True)),
+        "sample_from_anchor": any(inner.get(field) for field in ANCHOR_FIRST),
+        "use_gemma_norm": bool(config.get("use_gemma_norm")),
+        "rope_is_neox_style": bool(config.get("rope_is_neox_style", config.get("is_neox_style", True))),
+        **_activation(config, fields, path),
+        "shift_label": bool(inner.get("shift_label", False)),
+        "gru_hidden_dim": fields.count("gru_hidden_dim", 0, least=0),
+        "emb_dim": fields.count("emb_dim", 0, least=0),
+        "gating": _gating(config.get("gating", is_laguna), path),
+        "draft_vocab_size": None if n_drafted == fields.get("vocab_size") else n_drafted,
+    }
 
 
 def _activation(config: Mapping[str, Any], fields: Fields, path: str) -> dict[str, Any]:

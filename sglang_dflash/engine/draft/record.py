@@ -20,7 +20,7 @@ SECOND = {
     "final_logit_softcapping": None,
 }
 # Further top-level fields of config.json that few drafts have.
-RARE = ("use_gemma_norm", "rope_is_neox_style", "hidden_act", "swiglu_alpha", "swiglu_limit")
+RARE = ("has_embed_tokens", "use_gemma_norm", "rope_is_neox_style", "hidden_act", "swiglu_alpha", "swiglu_limit")
 # Fields of `dflash_config` that not every draft has, with the value that means "not used".
 ADDED = SECOND | {
     "sample_from_anchor": False,
@@ -84,6 +84,7 @@ class Checkpoint:
     swiglu_limit: float = 0.0
     # Features to context: Laguna's drafts norm each captured layer's features, and each layer norms its context.
     norms_features: bool = False
+    has_embed_tokens: bool = False  # the files have an embedding whose row of the mask token replaces the target's
     embeds_scaled: bool = True  # tokens are embedded with the target's factor (Gemma's sqrt(H)); False: without
     sample_from_anchor: bool = False  # slot i predicts the token of slot i + 1, so N slots give N drafts
     full_is_causal: bool = False  # a slot of a full layer attends to no later slot
@@ -201,9 +202,9 @@ class Checkpoint:
         return {
             "architectures": [DFLASH_2 if self.selector_rank and architecture == DFLASH else architecture],
             "model_type": "qwen3",
+            "hidden_act": self.hidden_act,
             **{name: value for name, value in fields.items() if value is not None},
             **{name: value for name, value in rare.items() if value != type(self).__dataclass_fields__[name].default},
-            "hidden_act": self.hidden_act,
             # In Transformers 4 rope_theta, whose default is 10,000, overrides rope_parameters.
             **({} if theta == 10_000 else {"rope_theta": theta}),
             "use_sliding_window": self.sliding_window is not None,

@@ -44,7 +44,7 @@ from sglang_dflash.engine.draft.packed import unpacked
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.rotary import reach
 from sglang_dflash.engine.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
-from sglang_dflash.engine.draft.target_ends import TargetEnds, unscaled, with_copy
+from sglang_dflash.engine.draft.target_ends import TargetEnds, unscaled, with_copy, with_own_mask
 from sglang_dflash.engine.draft.weights import (
     QUANTIZED,
     checkpoint_names,
@@ -155,6 +155,8 @@ class DFlashDraftModel(nn.Module):
         if fields.draft_vocab_size:
             d2t_D = torch.zeros(fields.draft_vocab_size, dtype=torch.int64)
             self.d2t = nn.Parameter(d2t_D, requires_grad=False)
+        if fields.has_embed_tokens:
+            self.mask_embedding = nn.Parameter(torch.zeros(hidden), requires_grad=False)
         layout = Layout.of(sample_from_anchor=fields.sample_from_anchor, shift_label=fields.shift_label)
         self.filling = Filling(layout, None if choosing is None else choosing.path)
         self.needed, self.loaded = checkpoint_names(dict(self.named_parameters())), set[str]()
@@ -185,6 +187,8 @@ class DFlashDraftModel(nn.Module):
         ends = with_copy(ends, self.d2t if self.fields.draft_vocab_size else None, fp8=fp8_head)
         if not self.fields.embeds_scaled:
             ends = ends._replace(embed=unscaled(ends.embed))
+        if self.fields.has_embed_tokens:
+            ends = ends._replace(embed=with_own_mask(ends.embed, self.fields.mask_token_id, self.mask_embedding))
         # `object.__setattr__` bypasses nn.Module, so that the target's weights do not become parameters of the draft.
         object.__setattr__(self, "ends", ends)
         attentions = self.attentions

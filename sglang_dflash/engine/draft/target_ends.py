@@ -25,6 +25,7 @@ from sglang_dflash.errors import STOCK, NotSupported
 # Method of a target that SGLang's own worker calls if the target has it. No model in SGLang 0.5.23 has this method.
 SCALE = "get_dflash_noise_embedding_scale"
 
+Embed = Callable[[torch.Tensor], torch.Tensor]  # token ids -> hidden
 # (values, k) -> the k largest values of the last dimension and their indices, largest first.
 TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -32,7 +33,7 @@ TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 class TargetEnds(NamedTuple):
     """Embedding and head of the target. They are modules, not weights, so weight updates also apply to the draft."""
 
-    embed: Callable[[torch.Tensor], torch.Tensor]  # token ids -> hidden
+    embed: Embed
     head: Any  # module with .weight [V, H]; a quantized head may lack the weight
     n_vocab: int  # number of tokens in this rank's shard of the head; further rows are padding
     first_token: int  # token id of the first row of this rank's shard
@@ -109,7 +110,12 @@ def with_copy(ends: TargetEnds, d2t_D: torch.Tensor | None, *, fp8: bool) -> Tar
     return ends._replace(copy=copy, token_D=token_D, n_vocab=len(token_D))
 
 
-def unscaled(embed: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def with_own_mask(embed: Embed, mask_token_id: int, row_H: torch.Tensor) -> Embed:
+    """Return the embedding with `row_H` in place of the mask token's row."""
+    return lambda token_T: torch.where((token_T == mask_token_id)[..., None], row_H, embed(token_T))
+
+
+def unscaled(embed: Any) -> Embed:
     """Return the embedding without the factor that some targets (Gemma) apply to its rows.
 
     The trainer `speculators` trains on unscaled rows, z-lab on scaled ones.

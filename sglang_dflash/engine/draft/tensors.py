@@ -11,6 +11,7 @@ from sglang_dflash.errors import NotSupported
 
 Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
+MASK_ROW = "mask_embedding"
 CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
 
 
@@ -36,6 +37,8 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    if checkpoint.has_embed_tokens:
+        shapes["embed_tokens.weight"] = (checkpoint.vocab_size or 0, hidden)
     if checkpoint.norms_features:
         shapes |= {f"aux_hidden_norms.{i}.weight": (hidden,) for i in range(len(checkpoint.target_layer_ids))}
     if checkpoint.gating:
@@ -80,17 +83,20 @@ def tensors_of(
         ValueError, NotSupported: see `files.weight_files` and `files.own_names`.
     """
     stored = draft_files.own_names((str(file), read(file)) for file in draft_files.weight_files(folder))
-    names = expected_shapes(checkpoint)
+    names = expected_shapes(checkpoint).keys() - {"embed_tokens.weight"} | {MASK_ROW}
     return {name: tensor for name, tensor in apart(checkpoint, unpack(stored.items())) if name in names}
 
 
 def apart(checkpoint: Checkpoint, tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
-    """Yield the tensors in z-lab's form.
+    """Yield the tensors in z-lab's form, and the mask token's row of an embedding as `MASK_ROW`.
 
     Tensors that a file stores fused (`qkv_proj`, `gate_up_proj`) are taken apart by rows. Norms and rotated heads are
     converted.
     """
     for name, tensor in tensors:
+        if checkpoint.has_embed_tokens and name == "embed_tokens.weight":
+            yield MASK_ROW, tensor[checkpoint.mask_token_id]  # type: ignore[index]
+            continue
         first = 0
         for part, n_rows in _parts(checkpoint, name):
             rows: Any = tensor[first : first + n_rows] if n_rows else tensor  # type: ignore[index]

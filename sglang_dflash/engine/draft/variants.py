@@ -88,7 +88,6 @@ TRAINING_KEYS = {
 # Keys of config.json that change the computation, each with its only supported value. Null is accepted too.
 TOP_LEVEL = {
     "model_type": "qwen3",  # a DFlash draft has Qwen3's layers for any target
-    "has_embed_tokens": False,
     "has_lm_head": False,
     "num_experts": None,
     "markov_rank": 0,

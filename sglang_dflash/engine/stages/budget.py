@@ -55,26 +55,28 @@ RING = {"catch_up": 20, "draft": 20, "append": 8}
 NORMS = {"catch_up": 6, "append": 6}
 FLASHINFER_PLAN = 19  # launches with which FlashInfer plans a forward, equal on a GPU and in the emulation
 
+GATE, SWIGLU = 6, 8  # launches of Laguna's gate, and of the activation "swigluoai"
 DOMINO = 24  # emulated launches of one corrected draft: its candidates' corrections, and a step of the GRU
 
 
 def draft_forward(
-    n_layers: int, *, second: bool, ranks: bool, fp8_head: bool, gated: bool = False, n_corrected: int = 0
+    n_layers: int, *, second: bool, ranks: bool, fp8_head: bool, extra: int = 0, n_corrected: int = 0
 ) -> int:
     """Return the limit of launches in a captured forward of an unquantized draft, in the emulation.
 
     On a GPU (computed, not measured) each layer has 10 launches. Outside the layers there are 7: embedding, norm,
-    packing the drafts' rows, head, argmax (2) and joining anchors and drafts. The limit is higher, because in the
-    emulation a norm has 7 launches, an activation 2, and a write of K and V 2. It also leaves some room.
+    packing the drafts' rows, head, argmax (2) and joining anchors and drafts. A draft with a mask row of its own has 2
+    more. The limit is higher, because in the emulation a norm has 7 launches, an activation 2, and a write of K and V
+    2. It also leaves some room.
 
     Args:
         n_layers: number of draft layers.
         second: a DFlash 2 draft. It adds a selector, and to each sublayer two convolutions and a projection.
         ranks: several ranks. They add all-reduces and the exchange of their best tokens.
-        gated: a gate per layer, with 6 launches on a GPU.
+        extra: launches that the kind of draft adds to each layer: `GATE`, `SWIGLU`.
         n_corrected: drafts of a block that Domino corrects, each with about 12 launches on a GPU.
         fp8_head: an fp8 head. It rounds hidden states, in one launch on a GPU and in ten in the emulation.
     """
-    per_layer = 28 + (8 if second else 0) + (4 if ranks else 0) + (6 if gated else 0)
+    per_layer = 28 + (8 if second else 0) + (4 if ranks else 0) + extra
     rollout = 20 + (DOMINO + (4 if ranks else 0)) * n_corrected if n_corrected else 0
-    return per_layer * n_layers + 12 + (14 if second else 0) + (14 if ranks else 0) + (10 if fp8_head else 0) + rollout
+    return per_layer * n_layers + 15 + (14 if second else 0) + (14 if ranks else 0) + (10 if fp8_head else 0) + rollout

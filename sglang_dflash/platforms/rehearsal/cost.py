@@ -80,7 +80,8 @@ def require_launches(nodes: list[Node]) -> None:
             second=model.candidate_selector is not None,
             ranks=get_parallel().tp_size > 1,
             fp8_head=model.ends.copy is not None,
-            gated=bool(model.fields.gating),
+            extra=(budget.GATE if model.fields.gating else 0)
+            + (budget.SWIGLU if model.fields.hidden_act != "silu" else 0),
             n_corrected=model.fields.n_drafts - 1 if model.domino else 0,
         )
         if len(nodes) > most:

@@ -165,6 +165,8 @@ class Draft(nn.Module):
         self.domino = Domino(config) if config.gru_hidden_dim else None
         n_norms = len(config.target_layer_ids) if config.norms_features else 0
         self.aux_hidden_norms = nn.ModuleList(Norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(n_norms))
+        if config.has_embed_tokens:  # replaces the target's embedding of the mask token
+            self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
         if config.draft_vocab_size:  # token i of the draft is the target's token i + d2t[i]
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
@@ -217,11 +219,12 @@ class Draft(nn.Module):
     def embeddings(self, tokens: torch.Tensor, embed: Any) -> torch.Tensor:
         """Return embeddings of token ids, [...] -> [..., H], by the target's module `embed`.
 
-        Some drafts were trained without the factor by which `embed` scales the rows.
+        Some drafts were trained without the factor by which `embed` scales the rows, or have a mask row of their own.
         """
-        if self.config.embeds_scaled:
-            return embed(tokens).to(self.dtype)
-        return F.embedding(tokens, embed.weight).to(self.dtype)
+        embedded = embed(tokens) if self.config.embeds_scaled else F.embedding(tokens, embed.weight)
+        if self.config.has_embed_tokens:
+            embedded = torch.where((tokens == self.config.mask_token_id)[..., None], self.mask_embedding, embedded)
+        return embedded.to(self.dtype)
 
     def predicting(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that predict drafts, [..., N, H] -> [..., D, H]: all, all but the first or last."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from sglang_dflash.engine.draft import checkpoint, files, tensors
 from sglang_dflash.engine.draft.packed import unpacked
+from sglang_dflash.errors import NotSupported
 from sglang_dflash.reference.torch.draft import Draft
 from sglang_dflash.reference.torch.generate import Options, spec_steps
 
@@ -69,7 +70,13 @@ class DraftModel(Draft):
         return draft.to(device=device, dtype=dtype).eval()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors, creating the folder; `dtype`: None for the parameters' own."""
+        """Write config.json and model.safetensors, creating the folder; `dtype`: None for the parameters' own.
+
+        Raises:
+            NotSupported: the draft has a mask row, which files hold only as a part of a whole embedding.
+        """
+        if self.config.has_embed_tokens:
+            raise NotSupported(f"{self.config.path} has a mask row of its own and cannot be saved; copy its files")
         folder, dtype = Path(folder), dtype or self.dtype
         folder.mkdir(parents=True, exist_ok=True)
         config = replace(self.config, dtype=str(dtype).removeprefix("torch."))

@@ -150,6 +150,11 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
         (["--minutes", "2"], "--steps 4 and --minutes 2 both end the training; drop one of them"),
         (["--device", "gpu"], "--device gpu is no device of torch; give cpu, cuda or cuda:N"),
         (["--selector-rank", "8"], "--selector-rank has an effect only with --dflash2; add --dflash2, or drop it"),
+        (
+            ["--emb-dim", "8"],
+            "--emb-dim has an effect only with --projector domino; add --projector domino, or drop it",
+        ),
+        (["--draft-vocab-size", "99999"], "--draft-vocab-size 99999 exceeds the target's vocabulary of"),
         (["--dflash2", "--conv-group-size", "3"], "--conv-group-size 3 does not divide the target's hidden size 32"),
         (["--dflash2", "--conv-group-size", "8", "--selector-top-k", "99999"], "--selector-top-k 99999 exceeds the"),
         (["--data", "notes.md"], "neither .txt nor .jsonl"),

@@ -274,7 +274,8 @@ def test_every_field_is_written(write: Callable) -> None:
         rope_parameters={"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}, layer_types=(SLIDING, SLIDING),
         sliding_window=9, sliding_is_causal=False, num_target_layers=None, dtype="float16",
         **SECOND, output_multiplier=0.5, final_logit_softcapping=20.0, architecture="DFlash2DraftModel",
-        use_gemma_norm=True, rope_is_neox_style=False, hidden_act="swigluoai", swiglu_alpha=1.7, swiglu_limit=7.0,
+        has_embed_tokens=True, use_gemma_norm=True, rope_is_neox_style=False, hidden_act="swigluoai", swiglu_alpha=1.7,
+        swiglu_limit=7.0,
         norms_features=True, gating="per-head", sample_from_anchor=True, embeds_scaled=False,
         packing=Packing("fp8", "F8_E4M3", 8, (0, 0), ()),
     )  # fmt: skip
