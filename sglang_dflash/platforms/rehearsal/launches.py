@@ -103,11 +103,15 @@ def allowed_of(worker: Any) -> dict[str, int]:
         "draft": worker.config.draft_attention_backend == "flashinfer",
         "verify": worker.target_runner.decode_attention_backend_str == "flashinfer",
     }
-    return allowed(
+    draft = worker.config.draft
+    most = allowed(
         ring=worker.config.draft_window is not None,
-        norms=worker.config.draft.norms_features,
+        norms=draft.norms_features,
         planned=[stage for stage in planned if planned[stage]],
     )
+    if planned["draft"] and draft.sliding_window is not None:
+        most["draft"] += budget.FLASHINFER_WINDOWS
+    return most
 
 
 def allowed(*, ring: bool, norms: bool = False, planned: Collection[str] = ()) -> dict[str, int]:

@@ -68,7 +68,9 @@ def test_only_plain_greedy_steps_have_a_budget(greedy: bool) -> None:
         return SimpleNamespace(can_run_cuda_graph=True)
 
     config = SimpleNamespace(
-        draft_window=None, draft=SimpleNamespace(norms_features=False), draft_attention_backend="fa3"
+        draft_window=None,
+        draft=SimpleNamespace(norms_features=False, sliding_window=None),
+        draft_attention_backend="fa3",
     )
     worker = SimpleNamespace(config=config, target_runner=SimpleNamespace(decode_attention_backend_str="fa3"))
     with torch.inference_mode(), Watch():
