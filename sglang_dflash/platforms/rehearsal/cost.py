@@ -47,13 +47,14 @@ def watched() -> Iterator[nn.Module]:
 
 
 def require_cheap(nodes: list[Node]) -> None:
-    """Check a captured forward against both rules: at most one read per weight, and launches within the budget.
+    """Check a captured forward: at most one read per weight, launches within the budget, and reads of a head's copy.
 
     Raises:
         CaptureError: the forward breaks a rule.
     """
     require_one_read(nodes)
     require_launches(nodes)
+    require_copied_rows(nodes)
 
 
 def require_launches(nodes: list[Node]) -> None:
@@ -91,6 +92,31 @@ def require_launches(nodes: list[Node]) -> None:
             )
 
 
+def require_copied_rows(nodes: list[Node]) -> None:
+    """Check that a draft with a copy of the head's rows, a part of them or in fp8, reads the copy and not the head.
+
+    Raises:
+        CaptureError: the forward reads the target's head.
+    """
+    from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
+
+    read = {storage_of(operand) for node in products(nodes) for operand in tensors((node.args, node.kwargs))}
+    for model in watched():
+        ends = vars(model).get("ends") if isinstance(model, DFlashDraftModel) else None
+        if ends is None or ends.copy is None or storage_of(ends.copy.rows_DH) not in read:
+            continue
+        if any(storage_of(weight) in read for weight in ends.head.parameters()):
+            raise CaptureError(
+                f"a captured draft forward reads the target's whole head beside its copy of {len(ends.copy.rows_DH)} "
+                "rows; read the copy only"
+            )
+
+
+def products(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yield the nodes that read their operands whole, unlike look-ups."""
+    return (node for node in nodes if not (isinstance(node.run, OpOverload) and node.run._schema.name in LOOKS_UP))
+
+
 def require_one_read(nodes: Iterable[Node]) -> None:
     """Check that a captured forward reads no parameter more often than allowed, or raise CaptureError.
 
@@ -99,9 +125,7 @@ def require_one_read(nodes: Iterable[Node]) -> None:
     by_storage = spans()
     most = {span.name: span.most for found in by_storage.values() for span in found}
     read: defaultdict[str, float] = defaultdict(float)
-    for node in nodes:
-        if isinstance(node.run, OpOverload) and node.run._schema.name in LOOKS_UP:
-            continue
+    for node in products(nodes):
         for operand in tensors((node.args, node.kwargs)):
             for name, times in reads_of(operand, by_storage.get(storage_of(operand), [])):
                 read[name] += times

@@ -106,6 +106,28 @@ def test_replays_on_two_streams_need_an_event_between(monkeypatch: pytest.Monkey
         second.replay()
 
 
+@pytest.mark.parametrize("reads_head", [False, True])
+def test_a_head_beside_its_copied_rows_is_refused(monkeypatch: pytest.MonkeyPatch, reads_head: bool) -> None:
+    monkeypatch.setattr(cost, "_models", [])
+    monkeypatch.setattr(cost, "require_launches", lambda nodes: None)
+    model, head = DFlashDraftModel.__new__(DFlashDraftModel), nn.Embedding(V, H).requires_grad_(False)
+    nn.Module.__init__(model)
+    rows_DH = head.weight[: V // 2].clone()
+    ends = TargetEnds(nn.Identity(), head, V, 0, None, copy=cast(Any, SimpleNamespace(rows_DH=rows_DH)))
+    object.__setattr__(model, "ends", ends)
+    cost.watch_parameters(model)
+
+    def forward() -> torch.Tensor:
+        best = (torch.randn(N, H) @ rows_DH.T).argmax(-1)
+        return best + (torch.randn(N, H) @ head.weight.T).argmax(-1) if reads_head else head(best)
+
+    if not reads_head:
+        capture(forward)
+        return
+    with pytest.raises(CaptureError, match=rf"whole head beside its copy of {V // 2} rows; read the copy only"):
+        capture(forward)
+
+
 def test_draft_forward_over_its_launches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "_models", [])
     model = DFlashDraftModel.__new__(DFlashDraftModel)
