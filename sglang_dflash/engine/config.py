@@ -138,9 +138,8 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     """
     if target.no_features:
         raise NotSupported(f"{target.path}: {target.no_features}; serve this target without DFLASH")
-    check_pair(
-        draft, target.path, hidden_size=target.hidden_size, vocab_size=target.vocab_size, n_layers=target.n_layers
-    )
+    sizes = {name: vars(target)[name] for name in ("hidden_size", "vocab_size", "n_layers", "gives_last")}
+    check_pair(draft, target.path, **sizes)
     block_size = fit.block_size(arguments, draft)
     fit.check_heads(arguments, draft)
     draft_window = fit.window(arguments, draft, block_size)

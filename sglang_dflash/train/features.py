@@ -20,7 +20,7 @@ from rich.progress import track
 from torch import nn
 from transformers import PreTrainedModel
 
-from sglang_dflash.reference.torch.target import target_features
+from sglang_dflash.reference.torch.target import states_of, target_features
 from sglang_dflash.train.loop import differing
 from sglang_dflash.train.ranks import Ranks
 from sglang_dflash.train.text import padded
@@ -37,8 +37,8 @@ FACTS, FEATURES, CHOICES, DONE = "cache.json", "features.bin", "choices.bin", "d
 @torch.no_grad()
 def read_rows(target: PreTrainedModel, rows: Rows, layer_ids: Sequence[int]) -> Reading:
     """Return the target's choices and features for `rows`, which must be on the target's device."""
-    out = target(input_ids=rows.ids_RL, use_cache=False, output_hidden_states=True)
-    return out.logits.argmax(-1), target_features(out.hidden_states, layer_ids)
+    out, states = states_of(target, input_ids=rows.ids_RL, use_cache=False)
+    return out.logits.argmax(-1), target_features(states, layer_ids)
 
 
 def weights_digest(module: nn.Module) -> str:

@@ -7,7 +7,9 @@ from sglang_dflash.engine.draft.record import Checkpoint
 ROWS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # tensors with one row per token id
 
 
-def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int) -> None:
+def check_pair(
+    draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int, gives_last: bool = False
+) -> None:
     """Check that hidden size, vocabulary and layers of the draft's config fit the target.
 
     Without a selector the draft has no row per token id, so its `vocab_size` may differ from the target's.
@@ -16,6 +18,7 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
         draft: fields of the draft.
         target: the target's name in messages.
         hidden_size, vocab_size, n_layers: sizes of the target.
+        gives_last: the output of the target's last layer, before the final norm, is available.
     Raises:
         ValueError: the draft was trained for another target.
     """
@@ -36,11 +39,12 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
             f"{path}: mask_token_id {draft.mask_token_id} is outside the target's vocabulary of {vocab_size}; "
             f"fix config.json or {other}"
         )
-    # Layer i's output is captured at the entry of layer i + 1, so the last layer's output is not available.
-    if last >= n_layers - 1:
+    # Layer i's output is captured at the entry of layer i + 1. Only some of SGLang's models also give the last layer's.
+    last_given = n_layers - 1 if gives_last else n_layers - 2
+    if last > last_given:
         raise ValueError(
             f"{path}: target_layer_ids end at {last}, and a target of {n_layers} layers ({target}) gives features of "
-            f"layers 0..{n_layers - 2}; {other}"
+            f"layers 0..{last_given}; {other}"
         )
     if n_target_layers not in (None, n_layers):
         raise ValueError(

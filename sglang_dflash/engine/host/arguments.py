@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from sglang_dflash import flags
-from sglang_dflash.engine.host.target_models import why_no_features
+from sglang_dflash.engine.host.target_models import GIVE_LAST, why_no_features
 from sglang_dflash.errors import NotSupported
 
 # SGLang's arguments that are refused with DFLASH, with the reason.
@@ -49,6 +49,7 @@ class TargetFacts:
     recurrent: bool  # some layers keep a recurrent state instead of K and V
     gated_delta_net: bool = False  # the recurrent layers are Gated DeltaNet's
     context_length: int = 0  # largest number of tokens of a request
+    gives_last: bool = False  # SGLang's model also gives the output of its last layer, before the final norm
     no_features: str = ""  # why SGLang's model of the target gives a draft no features; "" if it gives them
 
 
@@ -179,6 +180,7 @@ def target_of(server_args: Any) -> TargetFacts:
         recurrent=mambaish_config(model_config) is not None,
         gated_delta_net=hybrid_gdn_config(model_config) is not None,
         context_length=model_config.context_len,
+        gives_last=architectures[0] in GIVE_LAST,
         no_features=why_no_features(architectures),
     )
 

@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     import torch
 
 MINIMAX_M2 = "MiniMaxM2ForCausalLM"
+# Architectures whose SGLang class also captures the output of its last layer, before the final norm.
+GIVE_LAST = (
+    "GptOssForCausalLM",
+    "LagunaForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "MiMoV2ForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "NemotronHForCausalLM",
+    "NemotronHPuzzleForCausalLM",
+)
 SELECT, MODELS = "set_dflash_layers_to_capture", "sglang.srt.models"
 
 

@@ -6,7 +6,7 @@ kept tokens are read again.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -30,6 +30,25 @@ class Undo(NamedTuple):
     states: list[torch.Tensor]
 
 
+NORMS = ("norm", "embedding_norm", "norm_f")  # names of a decoder's final norm
+
+
+def states_of(model: PreTrainedModel, **inputs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Run the model, and return its output, and the embeddings with every layer's output.
+
+    Transformers returns the last layer's output after the final norm, and SGLang captures it before.
+    """
+    decoder, seen = model.get_decoder(), list[torch.Tensor]()
+    children = dict(decoder.named_children())
+    norm = next(children[name] for name in NORMS if name in children)
+    handle = norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
+        out = model(**inputs, output_hidden_states=True)
+    finally:
+        handle.remove()
+    return out, (*out.hidden_states[:-1], seen[-1])
+
+
 def target_features(hidden_states: Sequence[torch.Tensor], layer_ids: Sequence[int]) -> torch.Tensor:
     """Concatenate the outputs of the given layers, [..., C]; `hidden_states` starts with the embeddings."""
     return torch.cat([hidden_states[layer + 1] for layer in layer_ids], dim=-1)
@@ -44,6 +63,7 @@ def check_pair(draft: Checkpoint, target: PreTrainedModel) -> None:
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         n_layers=text.num_hidden_layers,
+        gives_last=True,
     )
 
 
@@ -101,14 +121,10 @@ class TargetReader:
         return [state for kind in kinds for state in kind.values() if state is not None]
 
     def _forward(self, ids_1S: torch.Tensor, n_logits: int) -> Reading:
-        out = self.model(
-            input_ids=ids_1S,
-            past_key_values=self.cache,
-            use_cache=True,
-            output_hidden_states=True,
-            logits_to_keep=n_logits,
+        out, states = states_of(
+            self.model, input_ids=ids_1S, past_key_values=self.cache, use_cache=True, logits_to_keep=n_logits
         )
-        return Reading(out.logits, target_features(out.hidden_states, self.layer_ids))
+        return Reading(out.logits, target_features(states, self.layer_ids))
 
     def _cut(self, n: int) -> None:
         """Drop keys and values of the last `n` tokens. Sliding layers also drop tokens outside their window."""

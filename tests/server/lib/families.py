@@ -5,6 +5,7 @@ draft of two layers learns in seconds from the target's features. So drafts are 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -97,6 +98,7 @@ class Family(NamedTuple):
     vision: bool = False
     outer: Mapping[str, Any] = MappingProxyType({})
     env: tuple[tuple[str, str], ...] = ()
+    features: tuple[int, ...] = FEATURE_LAYERS
 
 
 def yarn(**more: float) -> dict[str, Any]:
@@ -141,6 +143,12 @@ REHEARSED = {
         {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 16}
         | yarn(truncate=False),
     ),
+    "gpt-oss-last-layer": rehearsed(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 16}
+        | yarn(truncate=False),
+    )._replace(features=(0, 1, N_LAYERS - 1)),
     # The text model of Kimi-K2.5.
     "deepseek-v3": rehearsed(
         "DeepseekV3ForCausalLM", "DeepseekV3Config", DENSE_MLP | LATENT | yarn(mscale=1.0, mscale_all_dim=1.0)
@@ -206,11 +214,11 @@ def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
     reader.save_pretrained(pair.target)
     rows = texts(target)
     data = Data(rows_at=lambda step: rows, held_out=[rows], prompts=[], facts={})
-    reading = read_rows(target, rows, FEATURE_LAYERS)  # read once: every step trains on the same rows
+    reading = read_rows(target, rows, family.features)  # read once: every step trains on the same rows
     settings = Settings(n_anchors=16)
     train_draft(
         target,
-        draft_config(),
+        replace(draft_config(), target_layer_ids=family.features),
         data,
         RECIPE,
         out=pair.draft,

@@ -274,11 +274,20 @@ def test_a_draft_of_another_target_is_refused(change, expected):
         make_draft(qwen3()).spec_generate(prompt(), other, 3)
 
 
-def test_features_of_the_last_layer_are_refused():
+def test_features_of_the_last_layer_are_those_before_the_final_norm():
+    target = qwen3()
+    with torch.inference_mode():
+        found = TargetReader(target, (1, 3)).read(prompt()).features_1SC
+        states = target(prompt(), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(found[..., : found.shape[-1] // 2], states[2])
+    torch.testing.assert_close(target.model.norm(found[..., found.shape[-1] // 2 :]), states[4])
+
+
+def test_a_layer_that_the_target_lacks_is_refused():
     target = qwen3()
     config = draft_config_for(target, n_layers=1, block_size=4, mask_token_id=0, target_layer_ids=(2,))
-    with pytest.raises(ValueError, match=r"end at 3, and a target of 4 layers .* gives features of layers 0\.\.2"):
-        DraftModel(replace(config, target_layer_ids=(3,))).spec_generate(prompt(), target, 3)
+    with pytest.raises(ValueError, match=r"end at 4, and a target of 4 layers .* gives features of layers 0\.\.3"):
+        DraftModel(replace(config, target_layer_ids=(4,))).spec_generate(prompt(), target, 3)
 
 
 def test_a_target_with_irreversible_state_is_refused():
