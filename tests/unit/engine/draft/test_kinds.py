@@ -5,13 +5,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.speculative.domino_utils import domino_greedy_rollout
 from torch import nn
 
 from sglang_dflash.engine.draft import domino as ours
 from sglang_dflash.engine.draft.attention import gated
-from sglang_dflash.engine.draft.context import FeatureNorms
+from sglang_dflash.engine.draft.context import ContextProjection, FeatureNorms
 from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.draft.target_ends import TargetEnds, likeliest, unscaled, with_copy
 from sglang_dflash.engine.draft.tensors import apart, apart_shapes
@@ -149,6 +150,33 @@ def test_each_captured_layer_has_its_own_norm() -> None:
     features = torch.randn(5, 3, H)
     expected = torch.cat([norm(features[:, i]) for i, norm in enumerate(norms)], dim=-1)
     torch.testing.assert_close(FeatureNorms(cast(Any, norms), 1e-6)(features.flatten(1)), expected)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_the_context_passes_each_layers_input_norm_if_it_has_one(has_norms: bool) -> None:
+    torch.manual_seed(0)
+    layers = [torch.randn(8 + 2 * 2 * 8, H) for _ in range(3)]  # one query head, two KV heads
+    attentions: list[Any] = [
+        SimpleNamespace(
+            qkv_proj=SimpleNamespace(
+                weight=nn.Parameter(weight.clone(), requires_grad=False), bias=None,
+                quant_method=UnquantizedLinearMethod(),
+            ),
+            q_size=8, n_kv_heads=2, head_dim=8,
+        )
+        for weight in layers
+    ]  # fmt: skip
+    norms: list[Any] = [nn.RMSNorm(H, eps=1e-6).requires_grad_(False) for _ in layers]
+    for norm in norms:
+        norm.weight.normal_()
+        norm.variance_epsilon = 1e-6
+    context_TH = torch.randn(4, H)
+    project = ContextProjection(lambda features: features + 1, attentions, norms if has_norms else None)
+    k_TLGE, v_TLGE = project(context_TH)
+    for i, (weight, norm) in enumerate(zip(layers, norms, strict=True)):
+        source = norm(context_TH + 1) if has_norms else context_TH + 1
+        expected = (source @ weight[8:].T).view(4, 2, 2, 8)
+        torch.testing.assert_close(torch.stack([k_TLGE[:, i], v_TLGE[:, i]], dim=1), expected)
 
 
 # -- tensors in another form ---------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def sees(config, layer, query_position, key_position, *, prefix_len, window):
     if in_context and window is not None and key_position < prefix_len - window:
         return False
     if config.layer_types[layer] == FULL:
-        return True
+        return distance >= 0 or not config.full_is_causal
     return (0 if config.sliding_is_causal else 1 - config.sliding_window) <= distance < config.sliding_window
 
 
@@ -85,13 +85,17 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
     """Return one block's output after T context tokens, computed number by number."""
     config, weights = draft.config, dict(draft.named_parameters())
     T, N, E = len(features_TC), len(embeddings_NH), config.head_dim
+    if config.norms_features:  # each captured layer's part has a norm of its own
+        parts = [[weights[f"aux_hidden_norms.{i}.weight"], i * 32] for i in range(len(config.target_layer_ids))]
+        features_TC = [torch.cat([rms_norm(f[at : at + 32], norm) for norm, at in parts]) for f in features_TC]
     context = [rms_norm(weights["fc.weight"] @ f, weights["hidden_norm.weight"]) for f in features_TC]
     hidden = list(embeddings_NH)
     for i in range(config.num_hidden_layers):
         w = {name.removeprefix(f"layers.{i}."): p for name, p in weights.items() if name.startswith(f"layers.{i}.")}
         normed = [rms_norm(h, w["input_layernorm.weight"]) for h in hidden]
         inputs = convolved(w, "attention_conv", 0, normed, normed)
-        sources = context + inputs
+        own = [rms_norm(c, w["input_layernorm.weight"]) for c in context] if config.norms_features else context
+        sources = own + inputs
         keys, values = [], []  # [position][KV group]
         for position, source in enumerate(sources):
             key_GE = (w["self_attn.k_proj.weight"] @ source).view(-1, E)
@@ -106,13 +110,23 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
                 query = turned(rms_norm(query, w["self_attn.q_norm.weight"]), T + n)
                 scores = torch.stack([query @ keys[p][group] / math.sqrt(E) for p in seen])
                 heads.append(torch.softmax(scores, 0) @ torch.stack([values[p][group] for p in seen]))
+            if config.gating:
+                gate_QX = (w["self_attn.g_proj.weight"] @ inputs[n]).view(config.num_attention_heads, -1)
+                heads = [head * (1 + gate.exp()).log() for head, gate in zip(heads, gate_QX, strict=True)]
             attended.append(w["self_attn.o_proj.weight"] @ torch.cat(heads))
         attended = convolved(w, "attention_conv", 1, normed, attended)
         hidden = [h + out for h, out in zip(hidden, attended, strict=True)]
         normed = [rms_norm(h, w["post_attention_layernorm.weight"]) for h in hidden]
         outputs = []
         for x in convolved(w, "mlp_conv", 0, normed, normed):
-            gated = F.silu(w["mlp.gate_proj.weight"] @ x) * (w["mlp.up_proj.weight"] @ x)
+            gate, up = w["mlp.gate_proj.weight"] @ x, w["mlp.up_proj.weight"] @ x
+            gated = F.silu(gate) * up
+            if config.hidden_act == "swigluoai":
+                limit, alpha = config.swiglu_limit, config.swiglu_alpha
+                pairs = [
+                    (min(float(g), limit), max(-limit, min(float(u), limit))) for g, u in zip(gate, up, strict=True)
+                ]
+                gated = torch.tensor([g / (1 + math.exp(-alpha * g)) * (u + 1) for g, u in pairs])
             outputs.append(w["mlp.down_proj.weight"] @ gated)
         outputs = convolved(w, "mlp_conv", 1, normed, outputs)
         hidden = [h + out for h, out in zip(hidden, outputs, strict=True)]
@@ -131,6 +145,11 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
         {"conv_kernel_size": 2, "conv_group_size": 8},
         {"conv_kernel_size": 3, "conv_group_size": 1, "layer_types": (SLIDING, FULL), "sliding_window": 6},
         {"conv_kernel_size": 6, "conv_group_size": 32},
+        {"full_is_causal": True},
+        {"full_is_causal": True, "layer_types": (SLIDING, FULL), "sliding_window": 6},
+        {"norms_features": True, "gating": "per-head"},
+        {"gating": "per-element"},
+        {"hidden_act": "swigluoai", "swiglu_alpha": 1.7, "swiglu_limit": 0.5},
     ],
 )
 def test_forward_equals_the_definition(fields, window):
