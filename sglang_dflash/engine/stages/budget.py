@@ -53,7 +53,7 @@ RING = {"catch_up": 20, "draft": 20, "append": 8}
 # Further launches if the draft norms captured layers and each layer's context (Laguna): two norms without weights, and
 # two products with weights. On a GPU these are 4 launches.
 NORMS = {"catch_up": 6, "append": 6}
-FLASHINFER_WINDOWS = 40  # further launches with which FlashInfer plans the windows of sliding draft layers
+FLASHINFER_WINDOWS = 48  # further launches with which FlashInfer plans the windows of sliding draft layers
 FLASHINFER_PLAN = 19  # launches with which FlashInfer plans a forward, equal on a GPU and in the emulation
 
 GATE, SWIGLU = 6, 8  # launches of Laguna's gate, and of the activation "swigluoai"
