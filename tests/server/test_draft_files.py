@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_dflash.pairs.tiny.pairs import DENSE, Pair
+from tests.fixtures import kinds
 from tests.server.lib.families import FAMILIES, NO_WARMUP, write_pair
 from tests.server.lib.oracle import Oracle
 from tests.server.lib.rehearsals import REHEARSALS
@@ -36,23 +37,13 @@ def as_speculators(folder: Path) -> Path:
     Its config has dtype float32, 64 positions and a vocabulary of 1000, less than the target's 1024.
     """
     config, tensors = config_of(DENSE.draft), load_file(DENSE.draft / "model.safetensors")
+    config |= {"max_position_embeddings": 64, "dtype": "float32", "vocab_size": 1000}
     of_target = load_file(DENSE.target / "model.safetensors")
-    embedding = of_target["model.embed_tokens.weight"]
-    tensors |= {"embed_tokens.weight": embedding, "verifier_norm.weight": of_target["model.norm.weight"]}
-    tensors |= {"lm_head.weight": of_target.get("lm_head.weight", embedding).clone()}
-    inner = config.pop("dflash_config")
-    outer = {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
-        "block_size": config.pop("block_size"),
-        "mask_token_id": inner["mask_token_id"],
-        "aux_hidden_state_layer_ids": [id_ + 1 for id_ in inner["target_layer_ids"]],
-        "transformer_layer_config": config | {"max_position_embeddings": 64, "dtype": "float32", "vocab_size": 1000},
-        "draft_vocab_size": 1000,
-    }
+    outer, stored = kinds.as_speculators(config, tensors, of_target)
+    stored["verifier_norm.weight"] = of_target["model.norm.weight"]
     folder.mkdir()
-    save_file({name: tensor.to(torch.float32) for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(outer))
+    save_file({name: tensor.to(torch.float32) for name, tensor in stored.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(outer | {"draft_vocab_size": 1000}))
     return folder
 
 

@@ -117,7 +117,7 @@ OPEN_SPEC = LAYERS | {
             {"layer_windows": (32, None), "sliding_is_causal": True},
         ),
         (
-            {name: DRAFT[name] for name in DRAFT.keys() - {"dflash_config"}} | INNER
+            {name: DRAFT[name] for name in DRAFT if name != "dflash_config"} | INNER
             | {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
             | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 32},
             {"sliding_is_causal": False, "architecture": "MuseGlimmerAssistantModel"},
@@ -125,7 +125,7 @@ OPEN_SPEC = LAYERS | {
         (DRAFT | {"architectures": ["Qwen3DFlashDraftModel"]}, {"architecture": "Qwen3DFlashDraftModel"}),
         (DRAFT | {"draft_vocab_size": 128}, {"draft_vocab_size": None}),
     ],
-    ids=str,
+    ids=lambda fields: str(fields) if len(fields) < 5 else "read as",  # a config has more fields
 )  # fmt: skip
 def test_kinds_are_read_from_the_fields_that_declare_them(config, fields, tmp_path):
     draft = checkpoint.read(str(write(tmp_path, config)))
