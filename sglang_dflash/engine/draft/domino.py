@@ -17,10 +17,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from sglang_dflash.engine.draft.record import Checkpoint
+from sglang_dflash.engine.draft.record import CANDIDATES, Checkpoint
 from sglang_dflash.engine.draft.target_ends import TargetEnds, best_candidates
-
-CANDIDATES = 64  # tokens per slot whose corrections are computed
 
 
 class Domino(nn.Module):

@@ -9,6 +9,7 @@ from sglang_dflash.engine.draft.packed import Packing
 from sglang_dflash.engine.draft.variants import DFLASH, DFLASH_2, GIVE
 from sglang_dflash.errors import NotSupported
 
+CANDIDATES = 64  # tokens per slot whose corrections Domino's rollout computes
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Fields of `dflash_config` that DFlash 2 added, with the value that means "not used".
 SECOND = {

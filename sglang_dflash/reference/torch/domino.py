@@ -12,9 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from sglang_dflash.engine.draft.record import Checkpoint
-
-CANDIDATES = 64
+from sglang_dflash.engine.draft.record import CANDIDATES, Checkpoint
 
 
 class Domino(nn.Module):
