@@ -40,6 +40,11 @@ class Blocks(NamedTuple):
     # bool: the text from the anchor to this slot is a response, and all labels before this slot equal the text.
     is_valid_RAD: torch.Tensor
 
+    @property
+    def before_RAD(self) -> torch.Tensor:
+        """Return the label of the slot before each, int64; the anchor before the first."""
+        return torch.cat([self.tokens_RAN[..., :1], self.labels_RAD[..., :-1]], dim=-1)
+
 
 def default_gamma(block_size: int) -> float:
     """Return the paper's gamma for blocks of 8, 10 and 16 tokens; for other sizes 0.45 times the size, at least 1."""
@@ -116,17 +121,16 @@ def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slot
     """Return the slots with a valid label, weighted by their index in the block."""
     D, valid = blocks.labels_RAD.shape[-1], blocks.is_valid_RAD
     decay_D = torch.exp(-torch.arange(D, device=hidden_RADH.device) / gamma)
-    before_RAD = torch.cat([blocks.tokens_RAN[..., :1], blocks.labels_RAD[..., :-1]], dim=-1)
     weights = decay_D.expand_as(blocks.labels_RAD)[valid]
     is_first = (torch.arange(D, device=valid.device) == 0).expand_as(blocks.labels_RAD)[valid]
-    return Slots(hidden_RADH[valid], before_RAD[valid], blocks.labels_RAD[valid], weights, is_first)
+    return Slots(hidden_RADH[valid], blocks.before_RAD[valid], blocks.labels_RAD[valid], weights, is_first)
 
 
 def with_states(draft: DraftModel, target: PreTrainedModel, hidden_RADH: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Return hidden states with the GRU's states after the labels before each slot, [R, A, D, H + G], for Domino."""
     if draft.domino is None:
         return hidden_RADH
-    before_RAD = torch.cat([blocks.tokens_RAN[..., :1], blocks.labels_RAD[..., :-1]], dim=-1)
+    before_RAD = blocks.before_RAD
     states = draft.domino.states(
         before_RAD.flatten(0, 1), lambda tokens: draft.embeddings(tokens, target.get_input_embeddings())
     )

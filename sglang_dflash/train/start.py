@@ -82,7 +82,7 @@ def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
     its predecessor codebook is random, so that gradients are not zero. Domino's corrections start at zero.
     """
     for name, parameter in draft.named_parameters():
-        if name.endswith(("kernel_projection.weight", "successor_codebook")) or name.endswith("embed_proj.2.weight"):
+        if name.endswith(("kernel_projection.weight", "successor_codebook", "embed_proj.2.weight")):
             torch.nn.init.zeros_(parameter)
         elif name.endswith("predecessor_codebook"):
             torch.nn.init.normal_(parameter)

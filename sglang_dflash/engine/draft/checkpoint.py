@@ -47,7 +47,7 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
     stored = packed.plain_shapes(draft_files.tensor_headers(path, revision), checkpoint.packing, path)
     found = apart_shapes(checkpoint, stored)
     unused = set(draft_files.BORROWED) - expected_shapes(checkpoint).keys()
-    borrowed = {name: found.pop(name) for name in draft_files.BORROWED if name in unused & found.keys()}
+    borrowed = {name: found.pop(name) for name in unused & found.keys()}
     check_tensors(checkpoint, found)
     return replace(checkpoint, borrowed=borrowed)
 

@@ -146,7 +146,7 @@ def _of_open_spec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
         ValueError: a field is missing.
     """
     spec = config.get("speculative_config")
-    if not isinstance(spec, dict) or not all(type(spec.get(name)) is int for name in ("speculative_tokens",)):
+    if not isinstance(spec, dict) or type(spec.get("speculative_tokens")) is not int:
         raise ValueError(f"{path}: config.json has no speculative_config.speculative_tokens; save the draft again")
     ids, start = spec.get("target_layer_ids"), spec.get("target_layer_start_idx", 0)
     outer = ("architectures", "speculative_config", "open_spec_config_version", "speculators_metadata")

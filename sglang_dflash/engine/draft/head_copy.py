@@ -28,7 +28,8 @@ COLUMNS = 256  # columns of a quantized head that are computed at a time
 class HeadCopy:
     """Copy of a head's rows in the head's dtype, refreshed whenever the head's weights are updated."""
 
-    words = "copy"
+    words = "a copy"
+    rows_DH: torch.Tensor
 
     def __init__(self, head: Any, row_D: torch.Tensor | None = None, *, by_method: bool = False) -> None:
         """Copy the rows of `head`.
@@ -52,8 +53,6 @@ class HeadCopy:
         # SGLang calls this method after every update of the head: from disk, by pushed tensors, and over IPC.
         head.quant_method.process_weights_after_loading = loaded_and_copied
         logger.info("draft head: %s of %d rows takes %.2f MiB", self.words, len(self.rows_DH), self.nbytes / 2**20)
-
-    rows_DH: torch.Tensor
 
     def _shape(self) -> tuple[torch.Size, torch.Tensor]:
         """Return the shape of the whole head, and a tensor with the dtype and device of its rows."""

@@ -84,6 +84,9 @@ GEMMA4_OUTER = {
 }  # fmt: skip
 
 
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 16}
+
+
 class Family(NamedTuple):
     """Architecture: class names in Transformers (`model`, `config`), and config fields.
 
@@ -137,18 +140,10 @@ FAMILIES = {
 # Families whose attention or other layers SGLang has for GPUs only.
 REHEARSED = {
     # Every other layer has a sliding window; each head has a sink.
-    "gpt-oss": rehearsed(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 16}
-        | yarn(truncate=False),
+    "gpt-oss": rehearsed("GptOssForCausalLM", "GptOssConfig", GPT_OSS | yarn(truncate=False)),
+    "gpt-oss-last-layer": rehearsed("GptOssForCausalLM", "GptOssConfig", GPT_OSS | yarn(truncate=False))._replace(
+        features=(0, 1, N_LAYERS - 1)
     ),
-    "gpt-oss-last-layer": rehearsed(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 16}
-        | yarn(truncate=False),
-    )._replace(features=(0, 1, N_LAYERS - 1)),
     # The text model of Kimi-K2.5.
     "deepseek-v3": rehearsed(
         "DeepseekV3ForCausalLM", "DeepseekV3Config", DENSE_MLP | LATENT | yarn(mscale=1.0, mscale_all_dim=1.0)
