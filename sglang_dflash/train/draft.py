@@ -25,7 +25,7 @@ from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
 from sglang_dflash.train.ranks import ALONE, Ranks
 from sglang_dflash.train.sizes import Rollout, Second, check_target, feature_layers
-from sglang_dflash.train.start import RANDOM, TARGET, start
+from sglang_dflash.train.start import RANDOM, start
 from sglang_dflash.train.tokens import Rows
 
 # Number of random tokens that each step scores if it does not score the whole vocabulary. In 50 steps about as many
@@ -250,9 +250,9 @@ def train_draft(
     torch.manual_seed(settings.seed)
     target.requires_grad_(False).eval()
     draft = DraftModel(config).to(target.device)
-    started = start(draft, target, settings.start)
-    if config.draft_vocab_size and data.listed is not None and settings.start in (RANDOM, TARGET):
+    if config.draft_vocab_size and data.listed is not None:  # `start` keeps the list of a draft that has one
         draft.list_tokens(data.listed)
+    started = start(draft, target, settings.start)
     run = DraftRun(
         draft,
         target,

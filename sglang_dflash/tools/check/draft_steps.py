@@ -63,7 +63,7 @@ def first_drafts_accepted(
 ) -> dict[int, float]:
     """Return the share of anchors whose next token the right slot predicts (key 0), and the other (key 1, shifted).
 
-    The right slot is slot 1, or slot 0 of an anchor-first draft.
+    The right slot is the first of those that predict drafts, see `Draft.predicting`.
 
     Args:
         text: int64 [tokens].
@@ -76,7 +76,7 @@ def first_drafts_accepted(
         raise ValueError("the target generated no token for the check's prompt; give another --draft-steps")
     hidden_ANH = hidden_of_blocks(draft, target, text, at_A, (draft.config.n_drafts + 1, None))
     tokens_AN = draft.listed(draft_logits(hidden_ANH, target)).argmax(-1)
-    next_A, right = text[at_A + 1], 1 - draft.config.sample_from_anchor
+    next_A, right = text[at_A + 1], int(draft.predicting(torch.arange(hidden_ANH.shape[1])[:, None])[0])
     return {shift: (tokens_AN[:, abs(right - shift)] == next_A).float().mean().item() for shift in SHIFTS}
 
 

@@ -1,5 +1,6 @@
 """Draft training: bf16 arithmetic, starting weights, and checkpoints that SGLang, this plugin and vLLM can load."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -86,6 +87,21 @@ def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
     assert not torch.equal(master, before)
     assert saved.dtype == torch.bfloat16
     assert torch.equal(saved, before.bfloat16())
+
+
+@pytest.mark.parametrize("from_whole", [False, True])
+def test_a_reduced_vocabulary_has_the_frequent_tokens(from_whole, tmp_path):
+    """The draft lists the given tokens and the lowest others, also if it starts with a draft that has all tokens."""
+    target = make_target()
+    other = tmp_path / "other"
+    initialised(DraftModel(config_for(target))).save_pretrained(other)
+    data = Data(lambda step: some_rows(), [some_rows()], prompts=[], facts={}, listed=torch.tensor([40, 9, 33]))
+    settings = Settings(eval_tokens=4, start=str(other) if from_whole else "random")
+    recipe = TrainRecipe(steps=1, learning_rate=1e-3, warmup_steps=0)
+    config = replace(config_for(target), draft_vocab_size=5)
+    out = tmp_path / "out"
+    train_draft(target, config, data, recipe, out=out, dtype=target.dtype, settings=settings)
+    assert DraftModel.from_pretrained(out).token_ids().tolist() == [0, 1, 9, 33, 40]
 
 
 @pytest.fixture(scope="module")
