@@ -171,6 +171,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
             needs=backends.Needs(
                 whole_blocks=(None in draft.layer_windows and not draft.full_is_causal) or not draft.sliding_is_causal,
                 slides_both_ways=not draft.sliding_is_causal,
+                sinks=draft.attention_sink_bias,
                 device=arguments.device,
                 kv_dtype=arguments.draft_kv_dtype,
                 page_size=arguments.page_size,

@@ -104,7 +104,8 @@ class DFlashWorker(BaseSpecWorker):
         keep_hidden_states(self.target_runner.model)
         # The last position can be two widest verifies past the longest context: one in flight and one being planned.
         max_position = self.target_runner.model_config.context_len + 2 * config.widest
-        self.draft_runner.model.attach(ends, max_position=max_position, fp8_head=config.flags.fp8_head)
+        backend, fp8_head = config.draft_attention_backend, config.flags.fp8_head
+        self.draft_runner.model.attach(ends, max_position, backend, fp8_head=fp8_head)
 
     # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
 

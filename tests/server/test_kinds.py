@@ -14,7 +14,7 @@ from sglang_dflash.pairs.servers.server import Server
 from sglang_dflash.pairs.tiny.pairs import DENSE, Pair
 from tests.fixtures.kinds import KINDS, write_kind
 from tests.server.lib.oracle import Expected, Oracle
-from tests.server.lib.rehearsals import FA3, FLASHINFER, GRAPHS, TWO_RANKS
+from tests.server.lib.rehearsals import FA3, FLASHINFER, GRAPHS, PAGES, SM100, TRTLLM_BOTH, TWO_RANKS
 from tests.server.lib.variants import TWO_NODES, window
 
 N_PROMPTS, N_NEW = 6, 64
@@ -26,11 +26,14 @@ WAYS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...], int | None]]
     "fa3-graphs": ((*FA3, *GRAPHS), SM90, None),
     "flashinfer-graphs-window": ((*FLASHINFER, *GRAPHS, *window(64)), SM90, 64),
     "fa3-graphs-two-ranks": ((*FA3, *GRAPHS, "--tp-size", "2"), TWO_RANKS, None),
+    "trtllm-graphs": ((*TRTLLM_BOTH, *GRAPHS, *PAGES), SM100, None),
 }
 # Kinds and ways of `make test-ci`. The others run in `make test-full`.
-QUICK = {("reduced-anchor-first", "cpu"), ("laguna", "fa3-graphs")}
+QUICK = {("reduced-anchor-first", "cpu"), ("laguna", "fa3-graphs"), ("mimo", "fa3-graphs")}
 # FlashInfer gives all slots of a block the window of the first, so steps of sliding layers may differ.
 SLIDING = {name for name, kind in KINDS.items() if "sliding_window" in kind.fields}
+SINKS = {name for name, kind in KINDS.items() if "attention_sink_bias" in kind.fields}
+ON_TRTLLM = ("sinks", "jetspec", "reduced-anchor-first")
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +52,16 @@ def expected(pairs: Callable[[str], Pair], questions: Callable) -> Callable[...,
 
 
 def rows() -> list[Any]:
-    every = [(kind, way) for way in WAYS for kind in KINDS]
+    every = [(kind, way) for way in WAYS for kind in KINDS if runs(kind, way)]
     marks = {row: () if row in QUICK else pytest.mark.full for row in every}
     return [pytest.param(*row, marks=mark, id="-".join(row)) for row, mark in marks.items()]
+
+
+def runs(kind: str, way: str) -> bool:
+    """Return whether the way's attention backend has what the kind needs. The others are refused at launch."""
+    if way == "trtllm-graphs":
+        return kind in ON_TRTLLM
+    return kind not in SINKS or way.startswith("fa3")
 
 
 @pytest.mark.parametrize(("kind", "way"), rows())

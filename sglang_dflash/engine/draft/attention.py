@@ -1,12 +1,13 @@
 """Attention of a draft layer: which tokens a slot attends to, and how the result is gated.
 
-The variants are fields of the checkpoint: full and sliding layers, causal or not inside the block, and Laguna's gate.
+The variants are fields of the checkpoint: full and sliding layers, causal or not inside the block, Laguna's gate,
+MiMo's sinks, and the number of dimensions of a head that are rotated.
 Dimensions: T rows (B requests x N slots), Q query heads, G KV heads, E head width, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
@@ -22,6 +23,11 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from sglang_dflash.engine.draft.record import Checkpoint
+
+FP32_SINKS = ("trtllm_mha",)  # backends that read attention sinks in fp32; others read them in the draft's dtype
+
+
+FP32_SINKS = ("trtllm_mha",)  # backends that read attention sinks in fp32; others read them in the draft's dtype
 
 
 class DraftAttention(nn.Module):
@@ -53,6 +59,7 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.rotary_emb = rotary
         one_kernel = self.qkv_proj.weight.dtype == torch.bfloat16 or self.qkv_proj.weight.is_cpu
+        one_kernel = one_kernel and config.rotary_width == self.head_dim
         self.norm_rotate = self.norm_rotate_in_one if one_kernel else self.norm_rotate_in_two
         window = config.layer_windows[layer_id]
         causal = config.full_is_causal if window is None else config.sliding_is_causal
@@ -60,6 +67,11 @@ class DraftAttention(nn.Module):
         if config.gating:
             n_gates = config.num_attention_heads * (1 if config.gating == "per-head" else self.head_dim)
             self.g_proj = ColumnParallelLinear(config.hidden_size, n_gates, bias=False)
+        self.options: dict[str, torch.Tensor] = {}  # of the attention backend
+        if config.attention_sink_bias:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(self.q_size // self.head_dim), requires_grad=False)
+            self.attention_sink_bias.weight_loader = own_heads(get_parallel().tp_rank)  # type: ignore[attr-defined]
+            self.options["sinks"] = self.attention_sink_bias
         self.attn = RadixAttention(
             num_heads=self.q_size // self.head_dim,
             head_dim=self.head_dim,
@@ -75,7 +87,7 @@ class DraftAttention(nn.Module):
         """Write the K/V of the blocks, and attend from each slot to context and block: [T, H] -> [T, H]."""
         qkv, _ = self.qkv_proj(hidden_TH)
         q, k, v = self.norm_rotate(qkv, positions_T)
-        attended = self.attn(q, k, v, batch)
+        attended = self.attn(q, k, v, batch, **self.options)
         if self.g_proj is not None:
             attended = gated(attended, self.g_proj(hidden_TH)[0])
         out, _ = self.o_proj(attended)
@@ -101,10 +113,23 @@ class DraftAttention(nn.Module):
         return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
 
     def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the same as `norm_rotate_in_one`, from SGLang's layers, for dtypes that the fused kernel lacks."""
+        """Return the same as `norm_rotate_in_one`, from SGLang's layers, for what the fused kernel lacks.
+
+        It lacks fp16 and fp32, and heads of which only a part is rotated.
+        """
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
         return *self.rotary_emb(positions_T, q, k), v
+
+
+def own_heads(rank: int) -> Callable[[nn.Parameter, torch.Tensor], None]:
+    """Return a loader that copies the values of this rank's heads from those of all heads."""
+
+    def load(parameter: nn.Parameter, of_all: torch.Tensor) -> None:
+        n_heads = len(parameter)
+        parameter.data.copy_(of_all[rank * n_heads : (rank + 1) * n_heads])
+
+    return load
 
 
 def gated(attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

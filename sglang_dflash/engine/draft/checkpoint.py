@@ -14,6 +14,7 @@ from sglang_dflash.engine.draft import files as draft_files
 from sglang_dflash.engine.draft import packed
 from sglang_dflash.engine.draft.dialects import LAYERS, in_our_words
 from sglang_dflash.engine.draft.fields import Fields
+from sglang_dflash.engine.draft.mask_row import with_mask_file
 from sglang_dflash.engine.draft.record import FULL, SECOND, SLIDING, Checkpoint
 from sglang_dflash.engine.draft.tensors import apart_shapes, check_tensors, expected_shapes
 from sglang_dflash.engine.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH_2, GIVE, LAGUNA, refuse_variants
@@ -29,8 +30,8 @@ ROPE_TYPES = {
     "yarn": ("factor",),
 }
 # Rope fields that a draft's config may copy from its target, if the target rotates only a part of each head or uses
-# multi-modal positions. The draft does not use these fields: it rotates whole heads by one position. A `rope_dim` equal
-# to the head width confirms this.
+# multi-modal positions. The draft does not use these fields: it rotates heads by one position. The number of rotated
+# dimensions of a head is `rope_dim`, which defaults to the head width.
 COPIED_FROM_TARGET = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -43,13 +44,23 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
         ValueError: the checkpoint cannot be read, is incomplete, or contradicts itself.
         NotSupported: the checkpoint is a valid draft, but not a DFlash draft, or has an unsupported field.
     """
-    checkpoint = parse(packed.with_modelopt_config(draft_files.read_config(path, revision), path, revision), path)
+    checkpoint = parse(read_config(path, revision), path)
     stored = packed.plain_shapes(draft_files.tensor_headers(path, revision), checkpoint.packing, path)
     found = apart_shapes(checkpoint, stored)
     unused = set(draft_files.BORROWED) - expected_shapes(checkpoint).keys()
     borrowed = {name: found.pop(name) for name in unused & found.keys()}
     check_tensors(checkpoint, found)
     return replace(checkpoint, borrowed=borrowed)
+
+
+def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
+    """Return `config.json`, completed by what other files of the draft say: ModelOpt's own, and a mask token's row.
+
+    Raises:
+        ValueError: see `files.read_config`.
+    """
+    config = packed.with_modelopt_config(draft_files.read_config(path, revision), path, revision)
+    return with_mask_file(config, path, revision)
 
 
 def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
@@ -113,6 +124,9 @@ def _kind(config: Mapping[str, Any], fields: Fields, path: str) -> dict[str, Any
         "shift_label": bool(inner.get("shift_label", False)),
         "gru_hidden_dim": fields.count("gru_hidden_dim", 0, least=0),
         "emb_dim": fields.count("emb_dim", 0, least=0),
+        "has_mask_embedding": bool(config.get("has_mask_embedding")),
+        "attention_sink_bias": bool(inner.get("attention_sink_bias", False)),
+        "attention_value_scale": float(fields.number("attention_value_scale", 1.0)),
         "gating": _gating(config.get("gating", is_laguna), path),
         "draft_vocab_size": None if n_drafted == fields.get("vocab_size") else n_drafted,
     }
@@ -210,8 +224,11 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
     fields = Fields(rope, f"{path}: rope_parameters", "")
     for name in ("rope_theta", *ROPE_TYPES[rope["rope_type"]]):
         fields.number(name)
-    if rope.get("rope_dim") not in (None, head_dim):
-        raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} is not the head width {head_dim}; {STOCK}")
+    width = rope.get("rope_dim") or head_dim
+    if type(width) is not int or width % 2 or not 0 < width <= head_dim:
+        raise ValueError(
+            f"{path}: rope_dim is {width!r}, not an even number up to the head width {head_dim}; fix config.json"
+        )
     # If rope_dim is missing, some libraries apply the target's partial_rotary_factor and mrope_section to the draft.
     # Others do not. So the draft's own rotation is unknown.
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0
@@ -223,7 +240,12 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
         )
     if rope["rope_type"] == "linear":
         rope["factor"] = float(fields.number("factor", 1.0))  # SGLang accepts a float or a list, but no int
-    return {name: value for name, value in rope.items() if name not in COPIED_FROM_TARGET}
+    own = {name: value for name, value in rope.items() if name not in COPIED_FROM_TARGET}
+    if width == head_dim:
+        return own
+    if rope["rope_type"] != "default" or not config.get("rope_is_neox_style", config.get("is_neox_style", True)):
+        raise NotSupported(f"{path}: rope_dim={width} with a scaled rope, or with is_neox_style=false; {STOCK}")
+    return own | {"rope_dim": width}
 
 
 def _given_rope(config: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ OPEN_SPEC = "DflashDraftModel"  # architecture name in the trainer's newer confi
 DEEPSPEC = "DSparkModel"  # suffix of architecture names like Qwen3DSparkModel
 MUSE = "muse_glimmer_assistant"  # model type
 LAYERS = "transformer_layer_config"  # object in which speculators nests the fields of the layers
+MIMO = ("attention_sink_bias", "attention_value_scale")  # fields of `dflash_config` by which MiMo's drafts are known
 NESTED = ("mask_token_id", "target_layer_ids")  # fields of `dflash_config` that some trainers write at the top level
 
 
@@ -60,6 +61,7 @@ def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         config = {"is_causal": False, **config, "model_type": "qwen3"}
     if LAGUNA in names:
         config = {**config, "model_type": "qwen3"}
+    config = _with_rotary_width(config)
     if not isinstance(config.get("dflash_config"), dict) and any(config.get(field) for field in NESTED):
         config = {**config, "dflash_config": {}}
     return _with_masks(_nested(config))
@@ -73,6 +75,22 @@ def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
     moved = {field: config[field] for field in (*NESTED, *ANCHOR_FIRST) if config.get(field) is not None}
     inner = moved | {field: value for field, value in inner.items() if value is not None}
     return {field: value for field, value in config.items() if field not in moved} | {"dflash_config": inner}
+
+
+def _with_rotary_width(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a MiMo config with the number of rotated dimensions of a head as `rope_dim`.
+
+    Other configs may have copied `partial_rotary_factor` from the target.
+    """
+    inner, factor = config.get("dflash_config"), config.get("partial_rotary_factor")
+    is_mimo = isinstance(inner, dict) and not inner.keys().isdisjoint(MIMO)
+    if not is_mimo or type(factor) not in (int, float) or type(config.get("head_dim")) is not int:
+        return config
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
+    if not isinstance(rope, dict):
+        return config
+    kept = {field: value for field, value in config.items() if field != "partial_rotary_factor"}
+    return kept | {"rope_parameters": {"rope_dim": int(config["head_dim"] * factor), **rope}}
 
 
 def _with_masks(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,8 +24,6 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
-from sglang_dflash.errors import STOCK, NotSupported
-
 Value = TypeVar("Value")
 # Errors of `hf_hub_download`, if a file is neither in the cache nor on the hub, or the hub cannot be reached.
 NOT_FETCHED = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError)
@@ -59,19 +57,15 @@ def read_config(path: str, revision: str | None) -> dict[str, Any]:
     return read_object(file, "fetch the draft again")
 
 
-def read_modelopt_config(path: str, revision: str | None) -> dict[str, Any] | None:
-    """Return the file in which ModelOpt describes quantized weights; None: the draft has none, or it is not reachable.
-
-    Raises:
-        ValueError: the file contains no JSON object.
-    """
-    file = Path(path) / MODELOPT_CONFIG
+def extra_file(path: str, name: str, revision: str | None) -> Path | None:
+    """Return a draft's file that only some drafts have; None: this draft has none, or it is not reachable."""
+    file = Path(path) / name
     if not Path(path).exists():
         try:
-            file = Path(hf_hub_download(path, MODELOPT_CONFIG, revision=revision))
+            file = Path(hf_hub_download(path, name, revision=revision))
         except NOT_FETCHED:
             return None
-    return read_object(file, "fetch the draft again") if file.is_file() else None
+    return file if file.is_file() else None
 
 
 def read_object(file: Path, cure: str) -> dict[str, Any]:
@@ -95,7 +89,6 @@ def tensor_headers(path: str, revision: str | None) -> dict[str, Stored]:
     Raises:
         ValueError: the draft has no safetensors files, one of them is missing, is damaged or cannot be fetched, or a
             tensor is stored twice.
-        NotSupported: the draft has its own mask embedding.
     """
     folder = Path(path) if Path(path).exists() else _cached_snapshot(path, revision)
     return own_names(_local_headers(folder) if folder else _hub_headers(path, revision))
@@ -108,12 +101,13 @@ def identity(path: str, revision: str | None) -> tuple[str, str]:
     gigabytes are not read whole, so a change of a few weights between samples is not found.
 
     Raises:
-        ValueError, NotSupported: see `read_config` and `weight_files`.
+        ValueError: see `read_config` and `weight_files`.
     """
     if not Path(path).exists():
         return "the draft's commit", _hub_config(path, revision).parent.name
     digest = sha256(_local_config(Path(path)).read_bytes())
-    for file in weight_files(Path(path)):
+    mask = extra_file(path, MASK_EMBEDDING, revision)
+    for file in [*weight_files(Path(path)), *([mask] if mask else [])]:
         size = file.stat().st_size
         digest.update(str(size).encode())
         with file.open("rb") as weights:
@@ -178,10 +172,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises:
         ValueError: there is no safetensors file, or the index of the files is damaged.
-        NotSupported: the draft has its own mask embedding.
     """
-    if (folder / MASK_EMBEDDING).exists():
-        raise _own_mask(folder)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         cure = "fetch the draft again"
@@ -199,13 +190,6 @@ def weight_files(folder: Path) -> list[Path]:
             "weights, else fetch the draft again"
         )
     raise ValueError(f"{folder} has a config.json and no *.safetensors; fetch the draft's weights")
-
-
-def _own_mask(source: str | Path) -> NotSupported:
-    return NotSupported(
-        f"{source} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; give another draft, or from "
-        f"a local folder {STOCK}"
-    )
 
 
 # -- a directory ---------------------------------------------------------------------------------------------------
@@ -259,7 +243,6 @@ def _hub_headers(repository: str, revision: str | None) -> Iterator[tuple[str, d
     which = repository if revision is None else f"{repository} --revision {revision}"
     try:
         files = HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata
-        has_own_mask = HfApi().file_exists(repository, MASK_EMBEDDING, revision=revision)
     except NotASafetensorsRepoError:
         raise ValueError(
             f"{repository} has no model.safetensors and no index of one; if it has other *.safetensors, run "
@@ -272,7 +255,5 @@ def _hub_headers(repository: str, revision: str | None) -> Iterator[tuple[str, d
             f"{repository}: its weights are not here and cannot be fetched ({type(error).__name__}); "
             f"run `hf download {which}` on a machine with access, and give the folder"
         ) from None
-    if has_own_mask:
-        raise _own_mask(repository)
     for file, found in files.items():
         yield f"{repository}/{file}", {name: Stored(one.dtype, tuple(one.shape)) for name, one in found.tensors.items()}

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from sglang_dflash.engine.draft.files import Stored, read_modelopt_config
+from sglang_dflash.engine.draft.files import MODELOPT_CONFIG, Stored, extra_file, read_object
 from sglang_dflash.errors import NotSupported
 
 if TYPE_CHECKING:
@@ -59,9 +59,13 @@ class Packing(NamedTuple):
 
 
 def with_modelopt_config(config: dict[str, Any], path: str, revision: str | None) -> dict[str, Any]:
-    """Return a config with the content of ModelOpt's own file, if the config does not mention quantized weights."""
-    found = None if any(config.get(key) for key in KEYS) else read_modelopt_config(path, revision)
-    return config | {KEYS[0]: found} if found else config
+    """Return a config with the content of ModelOpt's own file, if the config does not mention quantized weights.
+
+    Raises:
+        ValueError: the file contains no JSON object.
+    """
+    file = None if any(config.get(key) for key in KEYS) else extra_file(path, MODELOPT_CONFIG, revision)
+    return config | {KEYS[0]: read_object(file, "fetch the draft again")} if file else config
 
 
 def packing_of(config: Mapping[str, Any], path: str) -> Packing | None:

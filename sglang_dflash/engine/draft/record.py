@@ -21,7 +21,10 @@ SECOND = {
     "final_logit_softcapping": None,
 }
 # Further top-level fields of config.json that few drafts have.
-RARE = ("has_embed_tokens", "use_gemma_norm", "rope_is_neox_style", "hidden_act", "swiglu_alpha", "swiglu_limit")
+RARE = (
+    "has_embed_tokens", "has_mask_embedding", "use_gemma_norm", "rope_is_neox_style", "hidden_act", "swiglu_alpha",
+    "swiglu_limit",
+)  # fmt: skip
 # Fields of `dflash_config` that not every draft has, with the value that means "not used".
 ADDED = SECOND | {
     "sample_from_anchor": False,
@@ -30,6 +33,8 @@ ADDED = SECOND | {
     "shift_label": False,
     "gru_hidden_dim": 0,
     "emb_dim": 0,
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
 }
 
 
@@ -75,21 +80,25 @@ class Checkpoint:
     selector_top_k: int = 0  # number of candidates per slot
     output_multiplier: float = 1.0  # scales the candidates' logits
     final_logit_softcapping: float | None = None  # tanh soft cap applied after scaling; None: no cap
-    # Forms of the files that are converted while they load: norms store their weight less 1, and rope rotates the pairs
-    # (2 i, 2 i + 1) of a head, not (i, i + E / 2).
+    # Forms of the files that are converted while they load: norms store their weight less 1, rope rotates the pairs
+    # (2 i, 2 i + 1) of a head, not (i, i + E / 2), and values are scaled, which `o_proj` does after loading.
     use_gemma_norm: bool = False
     rope_is_neox_style: bool = True
+    attention_value_scale: float = 1.0
     # MLP's activation "swigluoai": gate and up projections are limited, and the gate's sigmoid is scaled by alpha.
     hidden_act: str = "silu"
     swiglu_alpha: float = 0.0
     swiglu_limit: float = 0.0
     # Features to context: Laguna's drafts norm each captured layer's features, and each layer norms its context.
     norms_features: bool = False
-    has_embed_tokens: bool = False  # the files have an embedding whose row of the mask token replaces the target's
+    # The mask token's embedding replaces the target's. It is a row of an embedding in the files, or a file of its own.
+    has_embed_tokens: bool = False
+    has_mask_embedding: bool = False
     embeds_scaled: bool = True  # tokens are embedded with the target's factor (Gemma's sqrt(H)); False: without
     sample_from_anchor: bool = False  # slot i predicts the token of slot i + 1, so N slots give N drafts
     full_is_causal: bool = False  # a slot of a full layer attends to no later slot
     gating: str = ""  # softplus gate on attention's output: one per head ("per-head") or "per-element"; "": none
+    attention_sink_bias: bool = False  # each head has a sink: a logit that adds to the softmax's denominator only
     draft_vocab_size: int | None = None  # number of tokens that can be drafted, listed in `d2t`; None: all
     shift_label: bool = False  # Domino: slot i predicts the token of slot i + 1, and the last slot nothing
     gru_hidden_dim: int = 0  # Domino: width of the state that summarises the tokens drafted so far; 0: no Domino
@@ -167,6 +176,16 @@ class Checkpoint:
         return self.block_size - (not self.sample_from_anchor)
 
     @property
+    def has_mask_row(self) -> bool:
+        """Return whether the draft embeds the mask token by a row of its own."""
+        return self.has_embed_tokens or self.has_mask_embedding
+
+    @property
+    def rotary_width(self) -> int:
+        """Return the number of a head's first dimensions that are rotated."""
+        return self.rope_parameters.get("rope_dim", self.head_dim)
+
+    @property
     def feature_size(self) -> int:
         """Return C, the width of the features of one token."""
         return len(self.target_layer_ids) * self.hidden_size
@@ -184,7 +203,8 @@ class Checkpoint:
     def unlike_z_lab(self) -> list[str]:
         """Return the names of the fields by which this draft's computation differs from z-lab's DFlash and DFlash 2."""
         names = ("norms_features", "full_is_causal", "gating", *RARE, *(ADDED.keys() - SECOND.keys()))
-        return sorted(name for name in names if vars(self)[name] != Checkpoint.__dataclass_fields__[name].default)
+        unlike = [name for name in names if vars(self)[name] != Checkpoint.__dataclass_fields__[name].default]
+        return sorted([*unlike, *(["rope_dim"] if self.rotary_width != self.head_dim else [])])
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of a config.json, for plain weights, that SGLang, vLLM and `parse` can read."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, Qwen3Config
@@ -17,7 +18,6 @@ from sglang_dflash import flags
 from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft import files as draft_files
 from sglang_dflash.engine.draft.dialects import names_draft
-from sglang_dflash.engine.draft.packed import with_modelopt_config
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.flags import Worker
 
@@ -79,16 +79,20 @@ def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
     with suppress(ValueError):
         config = draft_files.read_config(model, revision)
         if names_draft(config):
-            return sglang_config(checkpoint.parse(with_modelopt_config(config, model, revision), model))
+            mask_file = draft_files.extra_file(model, draft_files.MASK_EMBEDDING, revision)
+            return sglang_config(checkpoint.parse(checkpoint.read_config(model, revision), model), mask_file)
     return None
 
 
-def sglang_config(draft: Checkpoint) -> PretrainedConfig:
-    """Return the draft's fields as a Transformers config, with the files' format of quantized weights as `packing`.
+def sglang_config(draft: Checkpoint, mask_file: Path | None = None) -> PretrainedConfig:
+    """Return the draft's fields as a Transformers config, with what SGLang does not pass to the model's loader.
+
+    This is the files' format of quantized weights as `packing`, and the file of the mask token's row as `mask_file`.
 
     The config has no `quantization_config`, because SGLang would build quantized layers. For a scaled rope without
     `original_max_position_embeddings`, Transformers sets this field to `max_position_embeddings`.
     """
     config = Qwen3Config.from_dict(draft.to_json())
     config._name_or_path, config.packing = draft.path, draft.packing
+    config.mask_file = str(mask_file or "")
     return config

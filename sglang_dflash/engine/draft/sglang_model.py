@@ -19,6 +19,8 @@ draft layers, G KV heads, E head width, H hidden, C features (captured layers x 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -34,12 +36,13 @@ from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from torch import nn
 
 from sglang_dflash.engine.draft import checkpoint, tensors
-from sglang_dflash.engine.draft.attention import DraftAttention
+from sglang_dflash.engine.draft.attention import FP32_SINKS, DraftAttention
 from sglang_dflash.engine.draft.context import ContextProjection, FeatureNorms
 from sglang_dflash.engine.draft.domino import Domino
 from sglang_dflash.engine.draft.files import own_name
 from sglang_dflash.engine.draft.fill import Filling, filled
 from sglang_dflash.engine.draft.layout import Layout
+from sglang_dflash.engine.draft.mask_row import MASK_ROW, read_row
 from sglang_dflash.engine.draft.packed import unpacked
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.rotary import reach
@@ -136,7 +139,7 @@ class DFlashDraftModel(nn.Module):
         rope_theta, rope_scaling = get_rope_config(config)
         rotary = get_rope(
             fields.head_dim,
-            rotary_dim=fields.head_dim,
+            rotary_dim=fields.rotary_width,
             max_position=fields.max_position_embeddings,
             base=rope_theta,
             rope_scaling=rope_scaling,
@@ -155,7 +158,7 @@ class DFlashDraftModel(nn.Module):
         if fields.draft_vocab_size:
             d2t_D = torch.zeros(fields.draft_vocab_size, dtype=torch.int64)
             self.d2t = nn.Parameter(d2t_D, requires_grad=False)
-        if fields.has_embed_tokens:
+        if fields.has_mask_row:
             self.mask_embedding = nn.Parameter(torch.zeros(hidden), requires_grad=False)
         layout = Layout.of(sample_from_anchor=fields.sample_from_anchor, shift_label=fields.shift_label)
         self.filling = Filling(layout, None if choosing is None else choosing.path)
@@ -172,12 +175,13 @@ class DFlashDraftModel(nn.Module):
         """Return the number of tokens before the current one in sliding windows; None without sliding layers."""
         return None if self.fields.sliding_window is None else self.fields.sliding_window - 1
 
-    def attach(self, ends: TargetEnds, max_position: int, *, fp8_head: bool = False) -> None:
+    def attach(self, ends: TargetEnds, max_position: int, backend: str = "", *, fp8_head: bool = False) -> None:
         """Store the target's embedding and head, and stack the layers' weights that `context_kv` uses.
 
         Args:
             ends: the target's embedding and head.
             max_position: number of served positions, one more than the largest position.
+            backend: attention backend, from which follows the dtype of attention sinks.
             fp8_head: round the head's rows to fp8.
         Raises:
             ValueError: a tensor was not loaded.
@@ -187,11 +191,14 @@ class DFlashDraftModel(nn.Module):
         ends = with_copy(ends, self.d2t if self.fields.draft_vocab_size else None, fp8=fp8_head)
         if not self.fields.embeds_scaled:
             ends = ends._replace(embed=unscaled(ends.embed))
-        if self.fields.has_embed_tokens:
+        if self.fields.has_mask_row:
             ends = ends._replace(embed=with_own_mask(ends.embed, self.fields.mask_token_id, self.mask_embedding))
         # `object.__setattr__` bypasses nn.Module, so that the target's weights do not become parameters of the draft.
         object.__setattr__(self, "ends", ends)
         attentions = self.attentions
+        if self.fields.attention_sink_bias and backend in FP32_SINKS:
+            for attention in attentions:
+                attention.attention_sink_bias.data = attention.attention_sink_bias.float()
         reach(attentions[0].rotary_emb, max_position)
         is_laguna = self.fields.norms_features
         input_norms = [cast(DraftLayer, layer).input_layernorm for layer in self.layers]
@@ -255,6 +262,7 @@ class DFlashDraftModel(nn.Module):
         """
         parameters = dict(self.named_parameters())
         weights = tensors.apart(self.fields, unpacked(weights, self.config.packing, self.norm.weight.dtype))
+        weights = chain(weights, self._own_mask())
         if self.needed <= self.loaded:
             if self.is_quantized:
                 raise ValueError(QUANTIZED)
@@ -267,6 +275,11 @@ class DFlashDraftModel(nn.Module):
                 fused, shard = require_known(name, parameters)
                 loader_of(parameters[fused])(parameters[fused], tensor, *shard)
                 self.loaded.add(name)
+
+    def _own_mask(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the mask token's row if the files that are being loaded have one of their own. It is read once."""
+        file, self.config.mask_file = self.config.mask_file, ""
+        return [(MASK_ROW, read_row(self.fields, Path(file)))] if file else []
 
     def _require_same_vocabulary(self, d2t_D: torch.Tensor | None) -> None:
         """Check that an update keeps the reduced vocabulary, whose rows of the head were copied at the start."""

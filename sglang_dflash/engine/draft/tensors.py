@@ -5,20 +5,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_dflash.engine.draft import files as draft_files
+from sglang_dflash.engine.draft.mask_row import MASK_ROW
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.variants import GIVE
 from sglang_dflash.errors import NotSupported
 
 Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
-MASK_ROW = "mask_embedding"
 CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
 
 
 def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors that a draft with these fields has, by name."""
-    hidden, inner, head_dim = checkpoint.hidden_size, checkpoint.intermediate_size, checkpoint.head_dim
-    q, kv = checkpoint.num_attention_heads * head_dim, checkpoint.num_key_value_heads * head_dim
+    hidden, inner = checkpoint.hidden_size, checkpoint.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, checkpoint.feature_size),
         "hidden_norm.weight": (hidden,),
@@ -27,12 +26,7 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     layer = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.o_proj.weight": (hidden, q),
-        "self_attn.q_norm.weight": (head_dim,),
-        "self_attn.k_norm.weight": (head_dim,),
+        **{f"self_attn.{name}": shape for name, shape in _attention_shapes(checkpoint).items()},
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
@@ -41,9 +35,6 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         shapes["embed_tokens.weight"] = (checkpoint.vocab_size or 0, hidden)
     if checkpoint.norms_features:
         shapes |= {f"aux_hidden_norms.{i}.weight": (hidden,) for i in range(len(checkpoint.target_layer_ids))}
-    if checkpoint.gating:
-        per_head = checkpoint.gating == "per-head"
-        layer["self_attn.g_proj.weight"] = (checkpoint.num_attention_heads if per_head else q, hidden)
     if state := checkpoint.gru_hidden_dim:
         shapes["domino.prefix_gru.weight_ih_l0"] = (3 * state, hidden)
         shapes["domino.prefix_gru.weight_hh_l0"] = (3 * state, state)
@@ -51,9 +42,6 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         shapes["domino.embed_proj.2.weight"] = (checkpoint.vocab_size or 0, checkpoint.emb_dim)
     if checkpoint.draft_vocab_size:
         shapes["d2t"] = (checkpoint.draft_vocab_size,)
-    if checkpoint.attention_bias:
-        sizes = {"q": q, "k": kv, "v": kv, "o": hidden}
-        layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
     if taps := checkpoint.conv_kernel_size:
         n_groups = hidden // checkpoint.conv_group_size
         for conv in ("attention_conv", "mlp_conv"):
@@ -65,6 +53,22 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
     for i in range(checkpoint.num_hidden_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _attention_shapes(checkpoint: Checkpoint) -> Shapes:
+    """Return the shapes of the tensors of one layer's attention."""
+    hidden, n_heads, head_dim = checkpoint.hidden_size, checkpoint.num_attention_heads, checkpoint.head_dim
+    q, kv = n_heads * head_dim, checkpoint.num_key_value_heads * head_dim
+    sizes = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
+    shapes: Shapes = {f"{name}_proj.weight": size for name, size in sizes.items()}
+    shapes |= {"q_norm.weight": (head_dim,), "k_norm.weight": (head_dim,)}
+    if checkpoint.attention_bias:
+        shapes |= {f"{name}_proj.bias": (n_rows,) for name, (n_rows, _) in sizes.items()}
+    if checkpoint.gating:
+        shapes["g_proj.weight"] = (n_heads if checkpoint.gating == "per-head" else q, hidden)
+    if checkpoint.attention_sink_bias:
+        shapes["attention_sink_bias"] = (n_heads,)
     return shapes
 
 
@@ -107,8 +111,11 @@ def apart(checkpoint: Checkpoint, tensors: Iterable[tuple[str, Value]]) -> Itera
 def converted(checkpoint: Checkpoint, name: str, tensor: Any) -> Any:
     """Return a tensor in z-lab's form: a norm's whole weight, and the dimensions of heads in the order of neox pairs.
 
-    Queries and keys are reordered alike, so attention scores do not change.
+    Queries and keys are reordered alike, so attention scores do not change. A factor of the values becomes a factor of
+    the output projection, which costs nothing in a step.
     """
+    if checkpoint.attention_value_scale != 1.0 and name.endswith("o_proj.weight"):
+        return tensor * checkpoint.attention_value_scale
     if checkpoint.use_gemma_norm and name.endswith("norm.weight"):
         return tensor + 1
     if not checkpoint.rope_is_neox_style and (".q_" in name or ".k_" in name):

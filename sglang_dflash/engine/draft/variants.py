@@ -36,16 +36,11 @@ VARIANT_KEYS = {
     "lilicorr_": "LiLiCorr",
     "markov_": "DSpark",
     "enable_confidence": "DSpark",
-    "attention_sink_bias": "a draft with attention sinks",
-    "attention_value_scale": "a draft with scaled values",
 }
 
-# Drafts that SGLang's own DFLASH worker computes: by architecture, by variant of `VARIANT_KEYS`, by field and value. It
-# cannot serve the others, because it ignores their fields and tensors without an error.
-SERVED_BY_STOCK = {
-    "architectures": ("LiLiCorrDraftModel",),
-    "variant": ("a draft with attention sinks", "a draft with scaled values"),
-}
+# Drafts that SGLang's own DFLASH worker computes, by field and value. It cannot serve the others, because it ignores
+# their fields and tensors without an error.
+SERVED_BY_STOCK = {"architectures": ("LiLiCorrDraftModel",)}
 GIVE = "give a DFlash draft"
 # Keys of config.json that must equal another key, if both are given.
 EQUAL = {"target_hidden_size": "hidden_size", "v_head_dim": "head_dim"}
@@ -74,6 +69,8 @@ KEYS = {
     "swa_window_size",
     "draft_vocab_size",
     "embeds_scaled",
+    "attention_sink_bias",
+    "attention_value_scale",
     *ANCHOR_FIRST,
     *DOMINO,
 }
@@ -161,5 +158,5 @@ def _refuse_key(path: str, key: str, value: Any) -> None:
     unknown = f"remove the field if it does not change what the draft computes, else {GIVE}"
     raise NotSupported(
         f"{path}: dflash_config.{key}={value!r} is not DFlash, but {variant or 'an unknown variant'}; "
-        f"{cure('variant', variant) if variant else unknown}"
+        f"{GIVE if variant else unknown}"
     )

@@ -17,8 +17,9 @@ from typing import Any
 
 from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft.dialects import is_draft
+from sglang_dflash.engine.draft.files import MASK_EMBEDDING, extra_file
 from sglang_dflash.engine.draft.pair import check_borrowed
-from sglang_dflash.engine.draft.record import ADDED, Checkpoint
+from sglang_dflash.engine.draft.record import ADDED, RARE, Checkpoint
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.engine.draft.weights import QUANTIZED
 
@@ -27,8 +28,7 @@ Update = Callable[..., tuple[bool, str]]
 BUILT = (
     "target_layer_ids", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "hidden_size",
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
-    "attention_bias", "sliding_is_causal", "full_is_causal", "norms_features", "has_embed_tokens", "gating",
-    "hidden_act", "swiglu_alpha", "swiglu_limit", *ADDED,
+    "attention_bias", "sliding_is_causal", "full_is_causal", "norms_features", "gating", *RARE, *ADDED,
 )  # fmt: skip
 
 
@@ -64,7 +64,9 @@ def own_checkpoint_only(
                 require_like(served, new, vocab_size, block_size)
             except ValueError as error:
                 return False, str(error)
-            updater.get_model().config.packing = new.packing
+            config = updater.get_model().config
+            config.packing = new.packing
+            config.mask_file = str(extra_file(model_path, MASK_EMBEDDING, None) or "")
         return stock(updater, model_path, *args, **kwargs)
 
     return update

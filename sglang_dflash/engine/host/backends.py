@@ -30,6 +30,7 @@ class Backend:
         pages: supported page sizes in tokens; empty: any.
         one_pass: a non-causal layer reads the context once; False: once per slot.
         slides_both_ways: a sliding layer may be non-causal.
+        sinks: heads may have attention sinks.
     """
 
     devices: tuple[str, ...]
@@ -38,6 +39,7 @@ class Backend:
     pages: tuple[int, ...] = ()
     one_pass: bool = True
     slides_both_ways: bool = True
+    sinks: bool = True
 
 
 # Backends in order of preference. The comments name the file and function in SGLang 0.5.23 that compute the mask. Masks
@@ -61,13 +63,13 @@ BACKENDS = {
     # flashinfer_backend.forward_extend: each layer sets causal. update_sliding_window: K and V of a request are cut to
     # one window. Within the cut a verify applies no window, and the draft's block runs as a verify.
     "flashinfer": Backend(
-        devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120")
+        devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120"), sinks=False
     ),
     # triton_backend.forward_extend: each layer sets causal. extend_attention.py: the window limits earlier tokens. In a
     # non-causal layer the window also limits later tokens. This has no effect, as no window is shorter than N.
     "triton": Backend(devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120")),
     # sglang_dflash.platforms.cpu.attention: this package's code, tested against a definition of the masks.
-    "torch_native": Backend(devices=("cpu",), fp8_kv=()),
+    "torch_native": Backend(devices=("cpu",), fp8_kv=(), sinks=False),
 }
 
 
@@ -78,6 +80,7 @@ class Needs:
     Attributes:
         whole_blocks: some layers are non-causal: full layers, or sliding layers with is_causal=false.
         slides_both_ways: some sliding layers are non-causal.
+        sinks: heads have attention sinks.
         device: "cpu" or a GPU's generation such as "sm90", see `arguments.device_of`.
         kv_dtype: value of the flag for the draft's KV cache, such as "auto" or "fp8_e4m3".
         page_size: tokens of a KV page; None: not resolved yet.
@@ -88,6 +91,7 @@ class Needs:
     kv_dtype: str = "auto"
     page_size: int | None = None
     slides_both_ways: bool = False
+    sinks: bool = False
 
 
 def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
@@ -145,6 +149,8 @@ def why_not(name: str, needs: Needs) -> str:
         return f"it cannot use a draft KV cache of {needs.kv_dtype} on {needs.device}"
     if needs.slides_both_ways and not backend.slides_both_ways:
         return "in non-causal sliding layers it would give every slot the window of the block's last slot"
+    if needs.sinks and not backend.sinks:
+        return "it has no attention sinks, which this draft has"
     if backend.pages and needs.page_size is not None and needs.page_size not in backend.pages:
         return f"it needs a --page-size of {' or '.join(map(str, backend.pages))}, not {needs.page_size}"
     return ""

@@ -39,6 +39,10 @@ def require_window(window_left: int) -> None:
     assert window_left != 0, "window_left is 0: some kernels take this for a window of one token, others for none"
 
 
+def require_fp32_sinks(sinks: torch.Tensor | None) -> None:
+    assert sinks is None or sinks.dtype == torch.float32, f"sinks of {sinks.dtype}, the kernel reads fp32"
+
+
 class DraftMask(NamedTuple):
     """Bit mask of the last N keys for each of N queries."""
 
@@ -103,6 +107,7 @@ def xqa(
     q_BNAE = q.view(n_requests, n_queries, *q.shape[-2:])
     out_BNAE = out.view(q_BNAE.shape)
     scale = q_scale * kv_scale / q.shape[-1] ** 0.5
+    require_fp32_sinks(sinks)
     score = Score(scale, sinks_A=None if sinks is None else sinks.flatten())
     for b, n_keys in enumerate(n_keys_B1.flatten().tolist()):
         assert n_queries <= n_keys <= max_keys, f"request {b} has {n_keys} keys, not {n_queries} to {max_keys}"
@@ -212,6 +217,7 @@ class TrtllmGen:
         assert k_cache.stride() == v_cache.stride(), f"strides {v_cache.stride()} of V: the kernel uses K's for both"
         require_int32(seq_lens=paged.n_keys_B, cum_seq_lens_q=paged.first_query_B1)
         require_window(mask.left)
+        require_fp32_sinks(score.sinks_A)
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         out.copy_(paged.run(q, k_cache, v_cache, mask, score)[0] * v_scale)
 
@@ -277,6 +283,7 @@ def fmha_v2(
     if layout.endswith("hnd"):
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     paged = Paged(page_table, n_keys_B, first_query_B1, max_queries)
+    require_fp32_sinks(sinks)
     mask, score = Mask(mask_mode == "causal", window_left), Score(scale, softcap, sinks)
     out.copy_(paged.run(q, k_cache, v_cache, mask, score)[0] * v_scale)
     scribble(workspace)

@@ -5,8 +5,8 @@ projected in each layer from the features of all committed tokens before the anc
 in causal layers only up to the slot itself. The draft uses the target's embedding and head.
 
 Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, S context tokens or slots, H hidden, C
-features, L layers, G key/value heads, Q query heads per key/value head, E head width. Generation uses one block per
-sequence, training many blocks over one context.
+features, L layers, G key/value heads, E head width. Generation uses one block per sequence, training many blocks over
+one context.
 
 This module contains no target, sampling or loss.
 """
@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from sglang_dflash.engine.draft.record import Checkpoint
+from sglang_dflash.reference.torch.attention import Attention, Norm
 from sglang_dflash.reference.torch.domino import Domino
-from sglang_dflash.reference.torch.rope import Rotation, rope_frequencies, rotate, rotation_at
+from sglang_dflash.reference.torch.rope import Rotation, rope_frequencies, rotation_at
 from sglang_dflash.reference.torch.second import BlockConv, CandidateSelector, convolved
 
 
@@ -35,74 +36,6 @@ class ContextKV(NamedTuple):
 
     def append(self, new: "ContextKV") -> "ContextKV":
         return ContextKV(*(torch.cat(pair, dim=3) for pair in zip(self, new, strict=True)))
-
-
-class Norm(nn.RMSNorm):
-    """RMS norm in its input's dtype.
-
-    Under autocast the weight is cast to this dtype, because PyTorch's fused kernel needs equal dtypes.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: Checkpoint) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = Norm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Norm(config.head_dim, eps=config.rms_norm_eps)
-        self.g_proj = None
-        if config.gating:
-            n_gates = config.num_attention_heads if config.gating == "per-head" else q_size
-            self.g_proj = nn.Linear(config.hidden_size, n_gates, bias=False)
-
-    def heads(self, flat: torch.Tensor) -> torch.Tensor:
-        """Split heads: [..., S, heads * E] -> [..., heads, S, E]."""
-        return flat.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
-
-    def key_value(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project [..., S, H] to keys and values, [..., G, S, E] each, for context features or slots of a block."""
-        return rotate(self.k_norm(self.heads(self.k_proj(hidden))), rotation), self.heads(self.v_proj(hidden))
-
-    def forward(
-        self,
-        hidden_RANH: torch.Tensor,
-        rotation: Rotation,
-        context_RGTE: tuple[torch.Tensor, torch.Tensor],
-        visible_RANK: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attend from the slots, [R, A, N, H], to context and block.
-
-        `visible_RANK` (bool, K = T + N: context, then block) marks the keys that each slot attends to. The blocks of a
-        sequence share its context, so one product computes all scores with the context, without copies of the keys.
-        """
-        R, A, N, _ = hidden_RANH.shape
-        query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation) * self.head_dim**-0.5
-        key_RAGNE, value_RAGNE = self.key_value(hidden_RANH, rotation)
-        key_RGTE, value_RGTE = context_RGTE
-        T, E, G = key_RGTE.shape[2], self.head_dim, key_RGTE.shape[1]
-        query_RGQANE = query.view(R, A, G, -1, N, E).permute(0, 2, 3, 1, 4, 5)
-        to_context = (query_RGQANE.flatten(2, 4) @ key_RGTE.mT).view(*query_RGQANE.shape[:-1], T)
-        to_block = query_RGQANE @ key_RAGNE.permute(0, 2, 1, 4, 3)[:, :, None]
-        scores = torch.cat([to_context, to_block], dim=-1).masked_fill(~visible_RANK[:, None, None], -torch.inf)
-        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value_RGTE.dtype)
-        of_context, of_block = shares.split([T, N], dim=-1)
-        out_RGQANE = (of_context.flatten(2, 4) @ value_RGTE).view_as(query_RGQANE)
-        out_RGQANE = out_RGQANE + of_block @ value_RAGNE.transpose(1, 2)[:, :, None]
-        out_RANE = out_RGQANE.permute(0, 3, 4, 1, 2, 5).reshape(R, A, N, -1)  # E: all heads side by side
-        return self.o_proj(out_RANE if self.g_proj is None else self.gated(out_RANE, self.g_proj(hidden_RANH)))
-
-    def gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Multiply each head of `out`, or each of its elements, by the softplus of its gate."""
-        gate = F.softplus(gate.float()).to(out.dtype)
-        return out * gate.repeat_interleave(out.shape[-1] // gate.shape[-1], dim=-1)
 
 
 class Mlp(nn.Module):
@@ -165,7 +98,7 @@ class Draft(nn.Module):
         self.domino = Domino(config) if config.gru_hidden_dim else None
         n_norms = len(config.target_layer_ids) if config.norms_features else 0
         self.aux_hidden_norms = nn.ModuleList(Norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(n_norms))
-        if config.has_embed_tokens:  # replaces the target's embedding of the mask token
+        if config.has_mask_row:  # replaces the target's embedding of the mask token
             self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
         if config.draft_vocab_size:  # token i of the draft is the target's token i + d2t[i]
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -222,7 +155,7 @@ class Draft(nn.Module):
         Some drafts were trained without the factor by which `embed` scales the rows, or have a mask row of their own.
         """
         embedded = embed(tokens) if self.config.embeds_scaled else F.embedding(tokens, embed.weight)
-        if self.config.has_embed_tokens:
+        if self.config.has_mask_row:
             embedded = torch.where((tokens == self.config.mask_token_id)[..., None], self.mask_embedding, embedded)
         return embedded.to(self.dtype)
 

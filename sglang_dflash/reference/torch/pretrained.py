@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from sglang_dflash.engine.draft import checkpoint, files, tensors
+from sglang_dflash.engine.draft.mask_row import MASK_ROW, read_row, write_row
 from sglang_dflash.engine.draft.packed import unpacked
-from sglang_dflash.errors import NotSupported
 from sglang_dflash.reference.torch.draft import Draft
 from sglang_dflash.reference.torch.generate import Options, spec_steps
 
@@ -64,19 +64,20 @@ class DraftModel(Draft):
         folder = files.local_folder(source)
         stored = checkpoint.read(str(folder))
         unpack = partial(unpacked, packing=stored.packing, dtype=dtype or vars(torch)[stored.dtype])
-        draft = cls(replace(stored, use_gemma_norm=False, rope_is_neox_style=True))  # tensors are converted
-        draft.load_state_dict(tensors.tensors_of(stored, folder, load_file, unpack), assign=True)
+        converted = replace(stored, use_gemma_norm=False, rope_is_neox_style=True, attention_value_scale=1.0)
+        draft = cls(replace(converted, has_embed_tokens=False, has_mask_embedding=stored.has_mask_row))
+        state = tensors.tensors_of(stored, folder, load_file, unpack)
+        if stored.has_mask_embedding:
+            state[MASK_ROW] = read_row(stored, folder / files.MASK_EMBEDDING).to(vars(torch)[stored.dtype])
+        draft.load_state_dict(state, assign=True)
         draft.requires_grad_(False)
         return draft.to(device=device, dtype=dtype).eval()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write config.json and model.safetensors, creating the folder; `dtype`: None for the parameters' own.
 
-        Raises:
-            NotSupported: the draft has a mask row, which files hold only as a part of a whole embedding.
+        A mask row of the draft's own is written as mask_embedding.pt.
         """
-        if self.config.has_embed_tokens:
-            raise NotSupported(f"{self.config.path} has a mask row of its own and cannot be saved; copy its files")
         folder, dtype = Path(folder), dtype or self.dtype
         folder.mkdir(parents=True, exist_ok=True)
         config = replace(self.config, dtype=str(dtype).removeprefix("torch."))
@@ -85,4 +86,6 @@ class DraftModel(Draft):
             name.removeprefix("domino."): (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
             for name, tensor in self.state_dict().items()
         }
+        if self.config.has_mask_row:
+            write_row(self.config, tensors.pop(MASK_ROW), folder)
         files.write_tensors(folder, tensors, save_file)

@@ -1,5 +1,6 @@
-"""Rotary position embedding of the draft. All E dimensions of a head are rotated, in pairs (e, e + E/2).
+"""Rotary position embedding of the draft. A head's first E dimensions are rotated, in pairs (e, e + E/2).
 
+E is the whole head, or `rope_dim` if rope_parameters has it.
 Angles, cosines and sines are computed in fp32. The rotation itself runs in the draft's dtype.
 """
 
@@ -23,7 +24,7 @@ class Rotation(NamedTuple):
 def rope_frequencies(config: Checkpoint) -> tuple[torch.Tensor, float]:
     """Return the angle per position of each of E/2 pairs, fp32, and a factor for cosine and sine (1 unless yarn)."""
     rope = tuple(sorted(config.rope_parameters.items()))
-    return _rope_frequencies(config.head_dim, config.max_position_embeddings, rope)
+    return _rope_frequencies(config.rotary_width, config.max_position_embeddings, rope)
 
 
 @cache
@@ -47,6 +48,9 @@ def rotation_at(positions: torch.Tensor, frequencies: torch.Tensor, scale: float
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate `heads`, [..., S, E]."""
-    left, right = heads.chunk(2, dim=-1)
-    return heads * rotation.cos + torch.cat([-right, left], dim=-1) * rotation.sin
+    """Rotate the first E dimensions of `heads`, [..., S, head width]."""
+    width = rotation.cos.shape[-1]
+    rotated, kept = heads[..., :width], heads[..., width:]
+    left, right = rotated.chunk(2, dim=-1)
+    rotated = rotated * rotation.cos + torch.cat([-right, left], dim=-1) * rotation.sin
+    return torch.cat([rotated, kept], dim=-1)

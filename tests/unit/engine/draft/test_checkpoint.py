@@ -4,13 +4,16 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import Any
 
 import httpx
 import pytest
+import torch
 from huggingface_hub.errors import NotASafetensorsRepoError, RevisionNotFoundError, SafetensorsParsingError
 
 from sglang_dflash.engine.draft import checkpoint, files, tensors
+from sglang_dflash.engine.draft.mask_row import read_row
 from sglang_dflash.errors import NotSupported
 
 
@@ -138,10 +141,6 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"projector_type": "lilicorr"}, NotSupported, "projector_type='lilicorr' is not DFlash; give a DFlash draft"),
         ({"projector_type": "mlp"}, NotSupported, "projector_type='mlp' is not DFlash; give a DFlash draft$"),
         (
-            {"dflash_config": {"attention_sink_bias": True}}, NotSupported,
-            "is not DFlash, but a draft with attention sinks; .*SGLANG_DFLASH_WORKER=stock",
-        ),
-        (
             {"dflash_config": {"tomorrow": 1}}, NotSupported,
             "tomorrow=1 is not DFlash, but an unknown variant; remove the field if",
         ),
@@ -200,22 +199,50 @@ def test_a_wrong_checkpoint_is_refused_in_one_sentence(changes, error, sentence,
     assert "\n" not in str(refusal.value)
 
 
-def test_a_trained_mask_embedding_is_refused(folder):
-    """A trained mask embedding would have to replace a row of the target's embedding, which the draft uses."""
-    (folder / "mask_embedding.pt").write_bytes(b"")
-    with pytest.raises(NotSupported, match=r"has a mask embedding of its own, mask_embedding\.pt"):
-        checkpoint.read(str(folder))
+def test_a_mask_embedding_of_the_drafts_own_is_found(folder):
+    assert not checkpoint.read(str(folder)).has_mask_row
+    (folder / files.MASK_EMBEDDING).write_bytes(b"")
+    assert checkpoint.read(str(folder)).has_mask_embedding
 
 
-def test_a_repositorys_mask_embedding_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """Only headers of weight files are fetched from a repository, so `mask_embedding.pt` is looked for by its name."""
-    found = SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors={})})
-    monkeypatch.setattr(files.HfApi, "get_safetensors_metadata", lambda *_, **__: found)
-    monkeypatch.setattr(files, "_cached_snapshot", lambda *_: None)
-    for exists in (False, True):
-        monkeypatch.setattr(files.HfApi, "file_exists", lambda *_, exists=exists, **__: exists)
-        with pytest.raises(NotSupported, match=r"someone/draft has a mask") if exists else nullcontext():
-            files.tensor_headers("someone/draft", None)
+def test_a_repositorys_mask_embedding_is_found(folder, monkeypatch: pytest.MonkeyPatch):
+    """A repository's config.json does not name the file, so it is looked for by its name."""
+    asked = []
+
+    def download(repository: str, name: str, *, revision: str | None) -> str:
+        asked.append((repository, name, revision))
+        return str(folder / name)
+
+    (folder / files.MASK_EMBEDDING).write_bytes(b"")
+    monkeypatch.setattr(files, "hf_hub_download", download)
+    assert checkpoint.read_config("someone/draft", "v1")["has_mask_embedding"]
+    assert ("someone/draft", "mask_embedding.pt", "v1") in asked
+
+
+ROW = torch.arange(64.0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "sentence"),
+    [
+        ({"embedding": ROW, "mask_token_id": 3}, ""),
+        (ROW[None], ""),
+        ({"embedding": ROW, "mask_token_id": 4}, "is for token 4, and config.json has mask_token_id 3; fetch"),
+        ({"embedding": ROW[1:]}, r"the embedding has shape \[63\], config.json implies \[64\]; fetch"),
+        ({"mask_token_id": 3}, "the embedding is missing, config.json implies"),
+        ({"embedding": ROW, "per_position": True}, "a row for every slot"),
+        (b"no tensor", r"cannot be read \(\w+\); fetch the draft again"),
+    ],
+    ids=str,
+)
+def test_the_row_of_a_mask_embedding_is_read(stored: Any, sentence: str, folder: Path) -> None:
+    draft, file = replace(checkpoint.read(str(folder)), hidden_size=64, mask_token_id=3), folder / files.MASK_EMBEDDING
+    if isinstance(stored, bytes):
+        file.write_bytes(stored)
+    else:
+        torch.save(stored, file)
+    with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+        torch.testing.assert_close(read_row(draft, file), ROW)
 
 
 @pytest.mark.parametrize(

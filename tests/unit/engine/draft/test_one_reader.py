@@ -76,6 +76,9 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"partial_rotary_factor": 0.25, "rope_parameters": ROPE | {"rope_dim": 16, "mrope_section": [3, 3, 2]}},
         {"rope_parameters": ROPE},
     ),
+    "a part of each head rotates": (
+        {"rope_parameters": ROPE | {"rope_dim": 8}}, {"rope_parameters": ROPE | {"rope_dim": 8}},
+    ),
     "rotary fields of transformers 4": (
         {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}},
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN}},
@@ -111,7 +114,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "partial_rotary_factor": (
         {"partial_rotary_factor": 0.25}, NotSupported, "has partial_rotary_factor or mrope_section, but no rope_dim",
     ),
-    "rope_dim": ({"rope_parameters": ROPE | {"rope_dim": 8}}, NotSupported, "rope_dim=8 is not the head width 16"),
+    "rope_dim above the head": (
+        {"rope_parameters": ROPE | {"rope_dim": 18}}, ValueError, "rope_dim is 18, not an even number up to the head",
+    ),
+    "rope_dim with a scaled rope": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "rope_dim": 8, **YARN}}, NotSupported,
+        "rope_dim=8 with a scaled rope",
+    ),
     "no num_key_value_heads": ({"num_key_value_heads": None}, ValueError, "config.json has no num_key_value_heads"),
     "no head_dim": ({"head_dim": None}, ValueError, "config.json has no head_dim; add it"),
     "no mask_token_id": ({"dflash_config": {"mask_token_id": None}}, ValueError, "config.json has no mask_token_id"),
@@ -276,7 +285,8 @@ def test_every_field_is_written(write: Callable) -> None:
         **SECOND, output_multiplier=0.5, final_logit_softcapping=20.0, architecture="DFlash2DraftModel",
         has_embed_tokens=True, use_gemma_norm=True, rope_is_neox_style=False, hidden_act="swigluoai", swiglu_alpha=1.7,
         swiglu_limit=7.0,
-        norms_features=True, gating="per-head", sample_from_anchor=True, embeds_scaled=False,
+        norms_features=True, gating="per-head", sample_from_anchor=True, embeds_scaled=False, has_mask_embedding=True,
+        attention_sink_bias=True, attention_value_scale=0.5,
         packing=Packing("fp8", "F8_E4M3", 8, (0, 0), ()),
     )  # fmt: skip
     laguna = replace(other, architecture=LAGUNA, **dict.fromkeys(SECOND, 0))

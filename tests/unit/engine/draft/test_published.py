@@ -43,6 +43,14 @@ MIMO = sizes(6144, 5, 128, 8, 16384) | {
         "attention_value_scale": 0.612, "attention_sink_bias": True,
     },
 }  # fmt: skip
+MIMO_2_6 = MIMO | {
+    "layer_types": [SLIDING] * 5, "use_sliding_window": True, "is_causal": False, "target_hidden_size": 6144,
+    "add_swa_attention_sink_bias": True,
+    "dflash_config": {
+        "target_layer_ids": [0, 15, 31, 47, 69], "mask_token_id": 151675, "num_anchors": 4096, "block_size": 8,
+        "loss_decay_gamma": 7.0, "attention_value_scale": 0.612, "attention_sink_bias": True,
+    },
+}  # fmt: skip
 NEMOTRON = sizes(2688, 6, 32, 2, 6144) | {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "attention_sink_bias": False,
     "dflash_query_causal": False, "draft_vocab_size": None, "has_embed_tokens": True, "has_lm_head": False,
@@ -92,6 +100,15 @@ READ = {
     "DeepSpec": (DEEPSPEC, {"sample_from_anchor": True, "n_drafts": 7}),
     "RedHatAI": (RED_HAT, {"draft_vocab_size": 32000, "embeds_scaled": False, "target_layer_ids": (0, 11, 22, 33, 44)}),
     "Domino": (DOMINO, {"gru_hidden_dim": 1024, "emb_dim": 256, "shift_label": True, "n_drafts": 15}),
+    "MiMo": (
+        MIMO,
+        {"attention_sink_bias": True, "attention_value_scale": 0.612, "rotary_width": 64, "window": 1024, "n_drafts": 7}
+        | {"sliding_is_causal": False, "head_dim": 128},
+    ),
+    "MiMo of September": (
+        MIMO_2_6,
+        {"attention_sink_bias": True, "rotary_width": 64, "window": 1024, "sliding_is_causal": False},
+    ),
     "JetSpec": (JETSPEC, {"full_is_causal": True, "n_drafts": 15}),
 }
 
@@ -110,7 +127,6 @@ def test_nemotrons_weights_are_read_as_nvfp4() -> None:
 
 
 REFUSED = {
-    "MiMo": (MIMO, "attention_value_scale=0.612 is not DFlash, but a draft with scaled values; .*WORKER=stock"),
     "a Markov head": (DEEPSPEC | {"markov_rank": 256}, "is DSpark; serve it with --speculative-algorithm DSPARK"),
     "Gemma's DeepSpec": (
         DEEPSPEC | {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"},

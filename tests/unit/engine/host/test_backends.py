@@ -54,6 +54,13 @@ def test_backends_fit_devices_and_kv_dtypes(name, device, kv_dtype, fits):
         assert (why_not(name, Needs(whole_blocks, device, kv_dtype)) == "") is fits
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_sinks_are_used_or_refused(name):
+    needs = Needs(SOME_FULL, BACKENDS[name].devices[-1], sinks=True)
+    refused = "it has no attention sinks, which this draft has"
+    assert why_not(name, needs) == (refused if name in ("flashinfer", "torch_native") else "")
+
+
 @pytest.mark.parametrize(("page_size", "fits"), [(1, False), (16, True), (64, True), (128, True), (256, False)])
 def test_trtllm_needs_its_page_sizes(page_size, fits):
     for name in BACKENDS:
