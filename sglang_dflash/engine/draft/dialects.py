@@ -20,7 +20,7 @@ OPEN_SPEC = "DflashDraftModel"  # architecture name in the trainer's newer confi
 DEEPSPEC = "DSparkModel"  # suffix of architecture names like Qwen3DSparkModel
 MUSE = "muse_glimmer_assistant"  # model type
 LAYERS = "transformer_layer_config"  # object in which speculators nests the fields of the layers
-MIMO = ("attention_sink_bias", "attention_value_scale")  # fields of `dflash_config` by which MiMo's drafts are known
+MIMO = "attention_value_scale"  # field of `dflash_config` by which MiMo's drafts are known
 NESTED = ("mask_token_id", "target_layer_ids")  # fields of `dflash_config` that some trainers write at the top level
 
 
@@ -83,7 +83,7 @@ def _with_rotary_width(config: Mapping[str, Any]) -> Mapping[str, Any]:
     Other configs may have copied `partial_rotary_factor` from the target.
     """
     inner, factor = config.get("dflash_config"), config.get("partial_rotary_factor")
-    is_mimo = isinstance(inner, dict) and not inner.keys().isdisjoint(MIMO)
+    is_mimo = isinstance(inner, dict) and MIMO in inner
     if not is_mimo or type(factor) not in (int, float) or type(config.get("head_dim")) is not int:
         return config
     rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
