@@ -4,17 +4,23 @@ The drafts are trained by the test (`fixtures/kinds.py`), so most drafts are acc
 published layout. A wrong draft changes no answer, so the steps of every request are compared.
 """
 
+import shutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from sglang_dflash.engine.draft.files import MASK_EMBEDDING
 from sglang_dflash.pairs.servers.server import Server
 from sglang_dflash.pairs.tiny.pairs import DENSE, Pair
 from tests.fixtures.kinds import KINDS, write_kind
 from tests.server.lib.oracle import Expected, Oracle
 from tests.server.lib.rehearsals import FA3, FLASHINFER, GRAPHS, PAGES, SM100, TRTLLM_BOTH, TWO_RANKS
+from tests.server.lib.talk import post, push
 from tests.server.lib.variants import TWO_NODES, window
 
 N_PROMPTS, N_NEW = 6, 64
@@ -33,7 +39,26 @@ QUICK = {("reduced-anchor-first", "cpu"), ("laguna", "fa3-graphs"), ("mimo", "fa
 # FlashInfer gives all slots of a block the window of the first, so steps of sliding layers may differ.
 SLIDING = {name for name, kind in KINDS.items() if "sliding_window" in kind.fields}
 SINKS = {name for name, kind in KINDS.items() if "attention_sink_bias" in kind.fields}
-ON_TRTLLM = ("sinks", "jetspec", "reduced-anchor-first")
+# Kinds of a way that is not for all: those whose code depends on ranks, or on what the way adds.
+ONLY = {
+    "two-ranks": ("reduced", "reduced-anchor-first", "laguna-per-element", "domino", "gemma-norms"),
+    "flashinfer-graphs-window": ("reduced-anchor-first", "laguna", "jetspec", "domino", "modelopt"),
+    "fa3-graphs-two-ranks": ("mimo", "reduced", "laguna", "domino-shifted"),
+    "trtllm-graphs": ("sinks", "jetspec", "reduced-anchor-first"),
+}
+# Kinds that SGLang's own worker computes, with a way. It serves Domino only in bf16 on a GPU, and ignores the others.
+STOCK = {
+    "muse": "cpu",
+    "laguna": "cpu",
+    "laguna-per-element": "cpu",
+    "causal": "cpu",
+    "gemma-norms": "cpu",
+    "swiglu": "cpu",
+    "mimo-sliding": "fa3-graphs",
+}
+# Kinds whose files are converted while they load, with a way.
+UPDATED = {"reduced": "cpu", "laguna": "cpu", "gemma-norms": "cpu", "domino": "cpu", "nemotron": "cpu"}
+UPDATED |= {"mimo": "fa3-graphs"}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +83,8 @@ def rows() -> list[Any]:
 
 
 def runs(kind: str, way: str) -> bool:
-    """Return whether the way's attention backend has what the kind needs. The others are refused at launch."""
-    if way == "trtllm-graphs":
-        return kind in ON_TRTLLM
-    return kind not in SINKS or way.startswith("fa3")
+    """Return whether the kind is tested in this way. An attention backend without sinks refuses a kind with sinks."""
+    return kind in ONLY.get(way, KINDS) and (way != "cpu" or kind not in SINKS)
 
 
 @pytest.mark.parametrize(("kind", "way"), rows())
@@ -79,6 +102,54 @@ def test_answers_and_steps_are_plain_torchs(
         wanted.require_from(server, concurrency)
     wanted.require_from(server, 4)  # with a cached prefix
     pool.drop(server)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", STOCK)
+def test_sglangs_own_worker_takes_the_same_steps(
+    kind: str, pool: Any, pairs: Callable[[str], Pair], expected: Callable[..., Expected]
+) -> None:
+    """The reference is this package's, so it may have the server's mistakes. SGLang's worker is independent."""
+    flags, env, _ = WAYS[STOCK[kind]]
+    server = pool.get("stock", target=kind, pair=pairs(kind), flags=flags, env=dict(env))
+    expected(kind, None).require_from(server, 1)
+    pool.drop(server)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", UPDATED)
+def test_new_weights_are_converted_like_files(
+    kind: str, pool: Any, pairs: Callable[[str], Pair], expected: Callable[..., Expected], tmp_path: Path
+) -> None:
+    """A draft loaded from disk while serving, and the first one's tensors pushed by their published names."""
+    flags, env, _ = WAYS[UPDATED[kind]]
+    old, before = pairs(kind), expected(kind, None)
+    new = old._replace(draft=changed_copy(old.draft, tmp_path / "new"))
+    after = Oracle(new, None, None).expect(before.prompts, N_NEW)
+    assert after.steps != before.steps, "the change is too small to see"
+    server = pool.get(target=kind, pair=old, flags=flags, env=dict(env))
+    before.require_from(server, 1)
+    assert post(server, "/update_weights_from_disk", {"model_path": str(new.draft)}).status_code == 200
+    after.require_from(server, 1)
+    if kind != "mimo":  # whose mask row no push brings
+        assert push(server, load_file(old.draft / "model.safetensors"), selector="draft").status_code == 200
+        before.require_from(server, 1)
+    pool.drop(server)
+
+
+def changed_copy(draft: Path, folder: Path) -> Path:
+    """Copy a draft's files, and change some of its weights."""
+    shutil.copytree(draft, folder)
+    torch.manual_seed(1)
+    tensors = load_file(draft / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "fc.weight" in name or ".o_proj" in name or name.endswith("norm.weight"):
+            tensor += 0.2 * tensor.std() * torch.randn_like(tensor)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if (folder / MASK_EMBEDDING).exists():
+        row = torch.load(folder / MASK_EMBEDDING)
+        torch.save(row | {"embedding": row["embedding"].flip(0)}, folder / MASK_EMBEDDING)
+    return folder
 
 
 def acceptance(wanted: Expected) -> float:

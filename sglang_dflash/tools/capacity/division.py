@@ -1,14 +1,14 @@
 """Division of a card's memory, and the number of requests that fit, with this plugin's worker or SGLang's.
 
     card x mem_fraction_static
-      - weights of target and draft, fp8 copy of the head, SGLang's image cache      -> rest
+      - weights of target and draft, copy of the head, SGLang's image cache          -> rest
       - recurrent states and blocks of all requests, ring buffers, token histories   -> bytes of K and V
       / bytes of K and V per token, of target and draft                              -> tokens; requests
 
 The workers differ. For a block on a hybrid target, SGLang's worker stores a recurrent state per token, this plugin's
 worker a smaller record per token. For a windowed draft, SGLang has as many KV slots as for the target, this plugin has
 a ring buffer per request. Only this plugin can have token histories (for n-gram copies), widths beyond the
-block, and an fp8 copy of the head.
+block, and a copy of the head's rows, in fp8 or of a reduced vocabulary.
 
 `geometry` creates the dataclasses with sizes from config.json, and `report` prints the result. Speed is not computed.
 The memory of graphs and activations is not computed either: 1 - mem_fraction_static of the card is left for them.
@@ -89,6 +89,8 @@ class DraftSizes:
         split_bytes: weights that are split over ranks: attention and MLP.
         whole_bytes: weights that every rank has: feature fusion, norms, convolutions and the selector's tables.
         window: the layers' sliding window in tokens; None if a layer attends to the whole context.
+        head_bytes: a copy of the head's rows of a reduced vocabulary, total of all ranks; 0: the whole vocabulary.
+        fp8_head_bytes: such a copy in fp8.
     """
 
     name: str
@@ -99,6 +101,12 @@ class DraftSizes:
     window: int | None
     block_size: int
     source: str
+    head_bytes: int = 0
+    fp8_head_bytes: int = 0
+
+    def copied_bytes(self, target: TargetSizes, *, fp8: bool) -> int:
+        """Return the bytes of this plugin's copy of the target's head, total of all ranks."""
+        return (self.fp8_head_bytes or target.fp8_head_bytes) if fp8 else self.head_bytes
 
 
 @dataclass(frozen=True)
@@ -190,7 +198,7 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     """
     _check(target, draft, serving)
     tp_size, card = serving.tp_size, card_gib * GIB
-    copied = target.fp8_head_bytes if serving.fp8_head and worker is Worker.PLUGIN else 0
+    copied = draft.copied_bytes(target, fp8=serving.fp8_head) if worker is Worker.PLUGIN else 0
     weights = target.weight_bytes / tp_size, draft.split_bytes / tp_size + draft.whole_bytes, copied / tp_size
     image_bytes = IMAGE_CACHE_BYTES if target.image_width else 0
     rest = card * serving.mem_fraction - sum(weights) - image_bytes

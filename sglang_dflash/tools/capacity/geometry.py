@@ -162,6 +162,8 @@ def read_draft(model: str, quantization: str | None = None, itemsize: int | None
     draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # memory does not depend on the id
     itemsize = itemsize or Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
     sizes = {name: prod(shape) for name, shape in tensors.expected_shapes(draft).items()}
+    sizes.pop("embed_tokens.weight", None)  # one row is kept
+    n_listed = draft.draft_vocab_size or 0
     split = {name: n for name, n in sizes.items() if name.endswith("_proj.weight")}
     whole = sizes.keys() - split.keys()
     return DraftSizes(
@@ -173,6 +175,8 @@ def read_draft(model: str, quantization: str | None = None, itemsize: int | None
         window=draft.window,
         block_size=draft.block_size,
         source=source,
+        head_bytes=n_listed * draft.hidden_size * itemsize,
+        fp8_head_bytes=fp8_head_bytes(n_listed, draft.hidden_size),
     )
 
 

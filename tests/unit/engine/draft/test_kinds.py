@@ -11,7 +11,7 @@ from sglang.srt.speculative.domino_utils import domino_greedy_rollout
 from torch import nn
 
 from sglang_dflash.engine.draft import domino as ours
-from sglang_dflash.engine.draft.attention import gated
+from sglang_dflash.engine.draft.attention import gated, own_heads
 from sglang_dflash.engine.draft.context import ContextProjection, FeatureNorms
 from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.draft.target_ends import TargetEnds, likeliest, unscaled, with_copy
@@ -142,6 +142,14 @@ def test_the_gate_multiplies_heads_by_softplus(per_head: bool) -> None:
     torch.testing.assert_close(found.view(4, 3, 8), attended * (1 + gate.exp()).log())
 
 
+def test_a_rank_has_the_sinks_of_its_heads() -> None:
+    of_all = torch.arange(6.0)
+    for rank in range(3):
+        sinks = nn.Parameter(torch.zeros(2), requires_grad=False)
+        own_heads(rank)(sinks, of_all)
+        assert sinks.tolist() == [2 * rank, 2 * rank + 1]
+
+
 def test_each_captured_layer_has_its_own_norm() -> None:
     torch.manual_seed(0)
     norms = [nn.RMSNorm(H, eps=1e-6) for _ in range(3)]
@@ -192,6 +200,17 @@ def test_fused_projections_are_taken_apart() -> None:
     assert apart_shapes(config, {name.format("qkv"): (64, 32)}) == shapes
     with pytest.raises(ValueError, match=r"qkv_proj.weight has shape \[48, 32\], config.json implies 64 rows"):
         apart_shapes(config, {name.format("qkv"): (48, 32)})
+
+
+def test_scaled_values_are_a_scaled_output_projection() -> None:
+    """The output of attention is linear in the values, so their factor can be one of the output projection."""
+    torch.manual_seed(0)
+    config = make_config(attention_value_scale=0.612)
+    shares, values, weight = torch.randn(5, 7).softmax(-1), torch.randn(7, 32), torch.randn(32, 32)
+    ((name, stored),) = apart(config, [("layers.1.self_attn.o_proj.weight", weight)])
+    assert name == "layers.1.self_attn.o_proj.weight"
+    torch.testing.assert_close(shares @ values @ stored.T, shares @ (0.612 * values) @ weight.T)
+    assert all(tensor is weight for _, tensor in apart(config, [("layers.1.self_attn.v_proj.weight", weight)]))
 
 
 def test_scores_of_neighbouring_pairs_are_those_of_converted_heads() -> None:

@@ -65,6 +65,14 @@ def test_decoding_and_verifying(gpu: str, n_queries: int, page_size: int, left: 
     torch.testing.assert_close(out, scene.expected(causal=True, left=left, sinks=sinks))
 
 
+@pytest.mark.parametrize("gpu", ["sm90", "sm100"])
+def test_sinks_must_be_fp32(gpu: str) -> None:
+    """The kernels read fp32 whatever the dtype; of the generations, only trtllm-gen's launcher checks it."""
+    on(gpu)
+    with pytest.raises(AssertionError, match=r"sinks of torch\.bfloat16, the kernel reads fp32"):
+        decode(Scene([1], [40], 16), window_left=-1, sinks=torch.zeros(A, dtype=torch.bfloat16))
+
+
 def test_xqa_applies_its_mask() -> None:
     """The mask is a tree of two branches, not a causal one."""
     on("sm90")

@@ -39,11 +39,11 @@ def rms_norm(x, weight, eps=1e-6):
     return x / (x.pow(2).mean() + eps).sqrt() * weight
 
 
-def turned(head, position, theta=100.0):
-    """Rotate one head at one position: pairs (i, i + E/2) by position / theta^(2i/E)."""
-    out, half = head.clone(), len(head) // 2
+def turned(head, position, width, theta=100.0):
+    """Rotate the first `width` numbers of one head at one position: pairs (i, i + E/2) by position / theta^(2i/E)."""
+    out, half = head.clone(), width // 2
     for i in range(half):
-        angle = position / theta ** (2 * i / len(head))
+        angle = position / theta ** (2 * i / width)
         a, b = head[i], head[i + half]
         out[i] = a * math.cos(angle) - b * math.sin(angle)
         out[i + half] = b * math.cos(angle) + a * math.sin(angle)
@@ -85,6 +85,7 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
     """Return one block's output after T context tokens, computed number by number."""
     config, weights = draft.config, dict(draft.named_parameters())
     T, N, E = len(features_TC), len(embeddings_NH), config.head_dim
+    width = config.rope_parameters.get("rope_dim", E)
     if config.norms_features:  # each captured layer's part has a norm of its own
         parts = [[weights[f"aux_hidden_norms.{i}.weight"], i * 32] for i in range(len(config.target_layer_ids))]
         features_TC = [torch.cat([rms_norm(f[at : at + 32], norm) for norm, at in parts]) for f in features_TC]
@@ -99,7 +100,7 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
         keys, values = [], []  # [position][KV group]
         for position, source in enumerate(sources):
             key_GE = (w["self_attn.k_proj.weight"] @ source).view(-1, E)
-            keys.append([turned(rms_norm(key, w["self_attn.k_norm.weight"]), position) for key in key_GE])
+            keys.append([turned(rms_norm(key, w["self_attn.k_norm.weight"]), position, width) for key in key_GE])
             values.append((w["self_attn.v_proj.weight"] @ source).view(-1, E))
         attended = []
         for n in range(N):
@@ -107,9 +108,11 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
             heads = []
             for head, query in enumerate((w["self_attn.q_proj.weight"] @ inputs[n]).view(-1, E)):
                 group = head // (config.num_attention_heads // config.num_key_value_heads)
-                query = turned(rms_norm(query, w["self_attn.q_norm.weight"]), T + n)
-                scores = torch.stack([query @ keys[p][group] / math.sqrt(E) for p in seen])
-                heads.append(torch.softmax(scores, 0) @ torch.stack([values[p][group] for p in seen]))
+                query = turned(rms_norm(query, w["self_attn.q_norm.weight"]), T + n, width)
+                shares = [(query @ keys[p][group] / math.sqrt(E)).exp() for p in seen]
+                sink = w["self_attn.attention_sink_bias"][head].exp() if config.attention_sink_bias else 0
+                total = sum(shares) + sink
+                heads.append(sum(share / total * values[p][group] for share, p in zip(shares, seen, strict=True)))
             if config.gating:
                 gate_QX = (w["self_attn.g_proj.weight"] @ inputs[n]).view(config.num_attention_heads, -1)
                 heads = [head * (1 + gate.exp()).log() for head, gate in zip(heads, gate_QX, strict=True)]
@@ -150,6 +153,8 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
         {"norms_features": True, "gating": "per-head"},
         {"gating": "per-element"},
         {"hidden_act": "swigluoai", "swiglu_alpha": 1.7, "swiglu_limit": 0.5},
+        {"attention_sink_bias": True},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "rope_dim": 4}},
     ],
 )
 def test_forward_equals_the_definition(fields, window):

@@ -267,6 +267,13 @@ def test_an_fp8_copy_of_the_head_is_subtracted():
         assert full.n_tokens - copied.n_tokens == pytest.approx(n_bytes / per_token, abs=1)
 
 
+def test_a_reduced_vocabulary_copies_its_rows_of_the_head():
+    draft = replace(DRAFT_8B, head_bytes=32000 * 4096 * 2, fp8_head_bytes=32000 * (4096 + 4))
+    assert of_8b(draft=draft, tp_size=2).head_copy == 32000 * 4096
+    assert of_8b(draft=draft, tp_size=2, fp8_head=True).head_copy == 32000 * (4096 + 4) / 2
+    assert of_8b(Worker.STOCK, draft=draft).head_copy == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "bound"),
     [
