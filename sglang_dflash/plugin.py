@@ -156,6 +156,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     host.require_live()
     config = DFlashConfig.from_server_args(server_args)
+    for sentence in config.ignored:  # only here: SGLang's own resolution resets some of these arguments
+        logger.warning(sentence)
     # SGLang's own resolution keeps declared values, except the attention backend in some cases, see `keep_backend`.
     declare_resolution(server_args, "sglang_dflash.engine.config", **declared(config))
     previous(server_args)

@@ -13,7 +13,15 @@ from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft.pair import check_pair
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.host import backends, fit
-from sglang_dflash.engine.host.arguments import UNSUPPORTED, Arguments, TargetFacts, arguments_of, flag, target_of
+from sglang_dflash.engine.host.arguments import (
+    IGNORED,
+    UNSUPPORTED,
+    Arguments,
+    TargetFacts,
+    arguments_of,
+    flag,
+    target_of,
+)
 from sglang_dflash.engine.memory.texts import why_no_copies
 from sglang_dflash.engine.width.chooser import candidates, widest
 from sglang_dflash.errors import NotSupported
@@ -52,6 +60,7 @@ class DFlashConfig:
         target: facts about the target.
         flags: environment flags.
         notes: sentences for the log, see `fit.notes`.
+        ignored: sentences for the log about flags without an effect.
     """
 
     block_size: int
@@ -70,6 +79,7 @@ class DFlashConfig:
     target: TargetFacts = field(repr=False)
     flags: Flags = field(repr=False)
     notes: tuple[str, ...] = field(repr=False)
+    ignored: tuple[str, ...] = field(repr=False)
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "DFlashConfig":
@@ -163,6 +173,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
         dtype=target.dtype,
         draft_load_format=fit.load_format(arguments),
         notes=fit.notes(arguments, target, draft),
+        ignored=tuple(f"{flag(name)} is ignored: {IGNORED[name]}" for name in arguments.ignored),
         draft_window=draft_window,
         disaggregation=arguments.disaggregation,
         draft_attention_backend=backends.resolve(
@@ -191,15 +202,6 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
         NotSupported: a flag is not supported with DFLASH, see `UNSUPPORTED`.
     """
     arguments.require_draft_path()
-    if arguments.num_steps not in (None, 1):
-        raise ValueError(
-            f"--speculative-num-steps {arguments.num_steps}: DFLASH drafts a block in one step; drop the flag "
-            "(--speculative-num-draft-tokens sets the block size)"
-        )
-    if arguments.topk not in (None, 1):
-        raise ValueError(
-            f"--speculative-eagle-topk {arguments.topk}: DFLASH drafts one chain, not a tree; drop the flag"
-        )
     for name, value in zip(("single", "acc"), arguments.accept_thresholds, strict=True):
         if value != 1.0:
             raise NotSupported(

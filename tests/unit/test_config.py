@@ -11,7 +11,7 @@ from sglang_dflash.engine import config
 from sglang_dflash.engine.config import check_arguments, combine
 from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft.record import FULL, SLIDING, Checkpoint
-from sglang_dflash.engine.host.arguments import UNSUPPORTED, Arguments, TargetFacts, is_given
+from sglang_dflash.engine.host.arguments import IGNORED, UNSUPPORTED, Arguments, TargetFacts, flag, is_given
 from sglang_dflash.engine.host.names import SECTIONS
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import Copy, GdnState
@@ -22,7 +22,7 @@ TARGET = TargetFacts(
 ARGUMENTS = Arguments(
     draft_path="draft", draft_revision=None, block_size=None, draft_window=None, draft_backend=None,
     target_backend="fa3", draft_kv_dtype="auto", draft_quantization=None, device="sm90", tp_size=1, pp_size=1,
-    attention_dp=False, attention_dp_size=1, dp_lm_head=False, disaggregation="null", num_steps=None, topk=None,
+    attention_dp=False, attention_dp_size=1, dp_lm_head=False, disaggregation="null", ignored=(),
     accept_thresholds=(1.0, 1.0), unsupported=(), sized_after_capture=False, streaming_session=False, page_size=None,
 )  # fmt: skip
 SIMULATED = {"SGLANG_SIMULATE_ACC_LEN": "4"}
@@ -48,14 +48,21 @@ def test_a_block_may_be_a_prefix_of_the_trained_one(block_size, draft):
     assert (served.block_size, served.draft.block_size, served.draft_window) == (block_size, 8, block_size)
 
 
+def test_flags_of_other_algorithms_are_ignored_by_name(draft):
+    served = combine(replace(ARGUMENTS, ignored=tuple(IGNORED)), TARGET, draft, FLAGS)
+    assert served.ignored[0] == (
+        "--speculative-num-steps is ignored: DFLASH drafts a block in one forward; --speculative-num-draft-tokens sets "
+        "its size"
+    )
+    assert [sentence.split()[0] for sentence in served.ignored] == [flag(name) for name in IGNORED]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_draft_runs_in_the_targets_dtype(dtype, draft):
     assert combine(ARGUMENTS, replace(TARGET, dtype=dtype), replace(draft, dtype="float32"), FLAGS).dtype == dtype
 
 
-@pytest.mark.parametrize(
-    "changes", [{"num_steps": 1, "topk": 1}, {"tp_size": 2}, {"tp_size": 4}, {"model_impl": "sglang"}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"tp_size": 2}, {"tp_size": 4}, {"model_impl": "sglang"}], ids=str)
 def test_flags_that_restate_the_default_are_accepted(changes, draft):
     """Also accepted: `--tp-size` 2 and 4, which divide the draft's 4 heads."""
     checked(replace(ARGUMENTS, **changes), draft)
@@ -84,11 +91,9 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         ({"block_size": 1}, ValueError, r"block size 1 is not within 2\.\.32"),
         ({"draft_window": 7}, ValueError, "--speculative-draft-window-size 7 is smaller than the block of 8; give at"),
         (
-            {"unsupported": ("speculative_draft_sink_size",)}, NotSupported,
-            r"--speculative-draft-sink-size is not supported with DFLASH \(a DFlash draft has no .*\); drop the flag$",
+            {"unsupported": ("enable_mixed_chunk",)}, NotSupported,
+            r"--enable-mixed-chunk is not supported with DFLASH \(a step reads prompts .*\); drop the flag$",
         ),
-        ({"num_steps": 3}, ValueError, "--speculative-num-steps 3: DFLASH drafts a block in one step; drop the flag"),
-        ({"topk": 4}, ValueError, "--speculative-eagle-topk 4: DFLASH drafts one chain, not a tree; drop the flag"),
         ({"accept_thresholds": (0.9, 1.0)}, NotSupported, "--speculative-accept-threshold-single 0.9 would change"),
         ({"accept_thresholds": (1.0, 0.5)}, NotSupported, "--speculative-accept-threshold-acc 0.5 would change"),
         ({"draft_quantization": "awq"}, NotSupported, "--speculative-draft-model-quantization awq .* give fp8 or unq"),
@@ -239,7 +244,7 @@ def test_zero_counts_as_given(value):
 
 def test_refused_arguments_exist_in_sglang():
     known = {member for name in SECTIONS["served"] for member in name.members.split()}
-    assert set(UNSUPPORTED) <= known
+    assert {*UNSUPPORTED, *IGNORED} <= known
 
 
 def test_outlines_is_refused():

@@ -3,7 +3,9 @@
 Every launch here fails in SGLang's launch entry point, before it starts processes.
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -49,13 +51,6 @@ BAD = {
         "ValueError: --speculative-draft-window-size 4 is smaller than the block of 8; give at least 8",
         "--speculative-dflash-draft-window-size 4",
     ),
-    "sink": Bad(
-        "NotSupported: --speculative-draft-sink-size is not supported with DFLASH "
-        "(a DFlash draft has no attention sink); drop the flag",
-        "--speculative-draft-window-size 64 --speculative-draft-sink-size 4",
-    ),
-    "several steps": Bad("ValueError: --speculative-num-steps 3: DFLASH drafts a block", "--speculative-num-steps 3"),
-    "a tree": Bad("ValueError: --speculative-eagle-topk 4: DFLASH drafts one chain", "--speculative-eagle-topk 4"),
     "width above 32": Bad(
         "ValueError: SGLANG_DFLASH_WIDTHS: 33 is not within 1..32", env={"SGLANG_DFLASH_WIDTHS": "4,33"}
     ),
@@ -91,7 +86,6 @@ BAD = {
     "KV cache with heads first": Bad(
         "NotSupported: SGLANG_USE_HND_KVCACHE=1 is not supported with DFLASH", env={"SGLANG_USE_HND_KVCACHE": "1"}
     ),
-    "adaptive steps": Bad("NotSupported: --speculative-adaptive is not supported", "--speculative-adaptive"),
     "draft backend of another device": Bad(
         "NotSupported: --speculative-draft-attention-backend fa4: it does not run on cpu (sm90, sm100, sm110, sm120 "
         "only); use torch_native",
@@ -194,6 +188,25 @@ def test_bad_input_ends_the_launch(name, launch, pair, checkpoints, tmp_path):
     assert ended.code not in (0, None), ended.err
     assert bad.sentence.format(draft=draft, target=pair[bad.target]) in ended.last_line
     assert "another exception" not in ended.err, "one error, not a chain of them"
+
+
+OTHERS = (
+    "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-draft-window-size 64 "
+    "--speculative-draft-sink-size 4 --speculative-adaptive --speculative-use-rejection-sampling"
+)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_flags_of_other_algorithms_are_ignored(given, launch, pair):
+    """A framework sets some of them for any algorithm. SGLang's own resolution resets the first two to 1."""
+    line = CPU.format(target=pair["hybrid"], draft=pair["draft"])
+    line += f" {OTHERS if given else '--speculative-num-steps 1 --speculative-eagle-topk 1'}"
+    fields = ["speculative_num_steps", "speculative_eagle_topk", "speculative_adaptive"]
+    ended = launch("parse", "--resolve", *line.split(), env={"FIELDS": json.dumps(fields)})
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out.splitlines()[-1])["fields"] == dict(zip(fields, (1, 1, False), strict=True))
+    ignored = re.findall(r"(--[a-z-]+) is ignored: ", ended.err + ended.out)
+    assert ignored == ([word for word in OTHERS.split() if word[0] == "-" and "window" not in word] if given else [])
 
 
 def without(name: str, draft: Path) -> Path:

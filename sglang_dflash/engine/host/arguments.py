@@ -13,10 +13,6 @@ from sglang_dflash.errors import NotSupported
 
 # SGLang's arguments that are refused with DFLASH, with the reason.
 UNSUPPORTED = {
-    "speculative_draft_sink_size": "a DFlash draft has no attention sink",
-    "speculative_adaptive": "it affects EAGLE only",
-    "speculative_use_block_verification": "it changes nothing for argmax drafts",
-    "speculative_use_rejection_sampling": "acceptance is exact without it",
     "enable_unified_memory": "it moves KV slots, but this plugin writes the draft's K/V to fixed slots",
     "enable_unified_cache_external_linker": "it would store the draft's K/V before the draft has written them",
     "enable_pd_role_switch": "a prefill server reserves no memory for verifying blocks",
@@ -34,6 +30,16 @@ UNSUPPORTED = {
     "debug_tensor_dump_output_folder": "SGLang's dump needs a module named `model`, which a draft lacks",
     "forward_hooks": "CUDA graphs of other widths, captured later, would contain the hooks",
 }
+# SGLang's arguments for other algorithms, which change nothing with DFLASH. The log names each with this reason.
+IGNORED = {
+    "speculative_num_steps": "DFLASH drafts a block in one forward; --speculative-num-draft-tokens sets its size",
+    "speculative_eagle_topk": "DFLASH drafts one chain, not a tree",
+    "speculative_draft_sink_size": "a draft window keeps the latest tokens only",
+    "speculative_adaptive": "it adapts EAGLE's steps; SGLANG_DFLASH_WIDTHS=auto adapts the number of verified tokens",
+    "speculative_use_block_verification": "it changes nothing for drafts that are not sampled",
+    "speculative_use_rejection_sampling": "sampled answers have the target's distribution without it",
+}
+BY_DEFAULT = {"speculative_num_steps": 1, "speculative_eagle_topk": 1}  # SGLang's values with DFLASH
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,9 @@ class Arguments:
     attention_dp_size: int  # number of groups of data-parallel attention
     dp_lm_head: bool
     disaggregation: str
-    num_steps: int | None
-    topk: int | None
     accept_thresholds: tuple[float, float]
     unsupported: tuple[str, ...]  # given arguments that are in `UNSUPPORTED`
+    ignored: tuple[str, ...]  # those in `IGNORED` whose value is not SGLang's own
     sized_after_capture: bool  # SGLANG_ENABLE_POST_CAPTURE_KV_SIZING
     streaming_session: bool
     page_size: int | None
@@ -133,10 +138,11 @@ def arguments_of(server_args: Any) -> Arguments:
         attention_dp_size=args.attn_dp_size,
         dp_lm_head=args.enable_dp_lm_head,
         disaggregation=args.disaggregation_mode,
-        num_steps=args.speculative_num_steps,
-        topk=args.speculative_eagle_topk,
         accept_thresholds=(args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc),
         unsupported=tuple(name for name in UNSUPPORTED if is_given(attrgetter(name)(args))),
+        ignored=tuple(
+            name for name in IGNORED if is_given(found := attrgetter(name)(args)) and found != BY_DEFAULT.get(name)
+        ),
         sized_after_capture=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         streaming_session=args.enable_streaming_session,
         page_size=args.page_size,

@@ -84,7 +84,7 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
     config = DFlashConfig.from_server_args(server_args)
     shown = (field.name for field in dataclasses.fields(config) if field.repr)
     detail = ", ".join(f"{name}={vars(config)[name]}" for name in shown)
-    return "; ".join([config.summary(), *config.notes]), detail
+    return "; ".join([config.summary(), *config.notes, *config.ignored]), detail
 
 
 def misspelt(argv: Sequence[str]) -> str:
