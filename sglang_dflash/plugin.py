@@ -1,8 +1,8 @@
 """Entry point `register`, which SGLang calls to load this plugin, and the hooks that `register` sets.
 
 SGLang logs and ignores an error in `register`. Checks therefore run inside the hooks, where an error stops the launch.
-If SGLang has another version or lacks a name to hook, `register` ends the process. With SGLANG_DFLASH_WORKER=stock it
-only logs a warning. `engine/hooks.py` sets the further hooks of a scheduler with DFLASH.
+If SGLang has another version or lacks a name to hook, only launches with DFLASH are refused (`host/other_sglang.py`).
+`engine/hooks.py` sets the further hooks of a scheduler with DFLASH.
 
 A launch is checked twice. The launching process checks it when it resolves the arguments, seconds after the start. Each
 scheduler process checks it before it builds the worker. A program may resolve arguments without plugins, so the second
@@ -11,7 +11,6 @@ check also compares them with the values that the first one declares.
 
 import logging
 import os
-import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from sglang_dflash.engine.host import contract as host
 from sglang_dflash.engine.host import loading
 from sglang_dflash.engine.host.arguments import asks_for_dflash
 from sglang_dflash.engine.host.names import HOOKS
+from sglang_dflash.engine.host.other_sglang import stand_aside
 from sglang_dflash.errors import HostMismatch, NotSupported
 from sglang_dflash.flags import Worker
 
@@ -37,11 +37,8 @@ def register() -> None:
     try:
         host.require_seams()
     except HostMismatch as mismatch:
-        if flags.selects_stock(os.environ):
-            logger.warning("%s; sglang-dflash is inactive (SGLANG_DFLASH_WORKER=stock)", mismatch)
-            return
-        # SystemExit, because SGLang would log and ignore an Exception.
-        sys.exit(f"{mismatch}; install that release, or set SGLANG_DFLASH_WORKER=stock")
+        stand_aside(mismatch)
+        return
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -34,6 +34,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module.Bag = Bag
     monkeypatch.setitem(sys.modules, "sglang", package)
     monkeypatch.setitem(sys.modules, "sglang.bag", module)
+    monkeypatch.setitem(sys.modules, "sglang.version", package)
     return package
 
 
@@ -81,20 +82,12 @@ def test_dflash_checks_the_host_first(monkeypatch, sglang):
         plugin.create_worker(stock, algorithm(is_dflash=True), None)
 
 
-def test_another_sglang_ends_the_process(monkeypatch, sglang):
-    """SGLang continues after an `Exception` of a plugin. So the plugin raises SystemExit, which is no `Exception`."""
-    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
-    with pytest.raises(SystemExit) as end:
-        plugin.register()
-    assert str(end.value).startswith("sglang 0.5.24 is installed; sglang-dflash ")
-    assert str(end.value).endswith("; install that release, or set SGLANG_DFLASH_WORKER=stock")
-    assert not isinstance(end.value, Exception)
-
-
-@pytest.mark.parametrize("value", ["stock", "Stock"])  # as in `flags`, in any case
-def test_another_sglang_with_the_stock_worker_is_left_alone(value, monkeypatch, sglang):
-    monkeypatch.setenv("SGLANG_DFLASH_WORKER", value)
+def test_another_sglang_gets_no_hooks(monkeypatch, sglang):
+    asked = list[HostMismatch]()
+    monkeypatch.setattr(plugin, "stand_aside", asked.append)
     plugin.register()
+    (mismatch,) = asked
+    assert str(mismatch).startswith("sglang 0.5.24 is installed; sglang-dflash ")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +159,7 @@ def test_the_backend_is_restored_after_sglangs_step(monkeypatch):
 
     config = SimpleNamespace(
         block_size=8, widest=8, draft_attention_backend="trtllm_mha", draft_quantization=None,
-        draft_load_format="auto", dtype="float16",
+        draft_load_format="auto", dtype="float16", ignored=(),
     )  # fmt: skip
     monkeypatch.setattr(DFlashConfig, "from_server_args", lambda server_args: config)
     monkeypatch.setattr(plugin.host, "require_live", lambda: None)

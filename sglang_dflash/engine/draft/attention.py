@@ -1,7 +1,7 @@
 """Attention of a draft layer: which tokens a slot attends to, and how the result is gated.
 
 The variants are fields of the checkpoint: full and sliding layers, causal or not inside the block, Laguna's gate,
-MiMo's sinks, and the number of dimensions of a head that are rotated.
+and attention sinks.
 Dimensions: T rows (B requests x N slots), Q query heads, G KV heads, E head width, H hidden.
 """
 
@@ -59,7 +59,6 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.rotary_emb = rotary
         one_kernel = self.qkv_proj.weight.dtype == torch.bfloat16 or self.qkv_proj.weight.is_cpu
-        one_kernel = one_kernel and config.rotary_width == self.head_dim
         self.norm_rotate = self.norm_rotate_in_one if one_kernel else self.norm_rotate_in_two
         window = config.layer_windows[layer_id]
         causal = config.full_is_causal if window is None else config.sliding_is_causal
@@ -113,10 +112,7 @@ class DraftAttention(nn.Module):
         return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
 
     def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the same as `norm_rotate_in_one`, from SGLang's layers, for what the fused kernel lacks.
-
-        It lacks fp16 and fp32, and heads of which only a part is rotated.
-        """
+        """Return the same as `norm_rotate_in_one`, from SGLang's layers, for dtypes that the fused kernel lacks."""
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
         return *self.rotary_emb(positions_T, q, k), v

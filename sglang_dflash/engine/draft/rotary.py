@@ -1,10 +1,42 @@
-"""Extension of a draft's rotary table to every served position."""
+"""Rotary tables of drafts: partly rotated heads, and the extension of a table to every served position."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
+from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
+
+from sglang_dflash.engine.draft.record import Checkpoint
+
+
+class PartRotary(RotaryEmbedding):
+    """Rotation of the first pairs (i, i + E/2) of a head by angles, and of the others by zero.
+
+    So heads of which only a part is rotated use the kernels for whole heads, after `tensors.converted` has reordered
+    their dimensions.
+    """
+
+    def __init__(self, draft: Checkpoint, theta: float) -> None:
+        self.n_rotated = draft.rotary_width
+        super().__init__(
+            draft.head_dim, draft.head_dim, draft.max_position_embeddings, theta, True, torch.get_default_dtype()
+        )
+
+    def _compute_inv_freq(self, base: float) -> torch.Tensor:
+        """Return the angle per position of each pair, fp32 [E/2]."""
+        angles = base ** -(torch.arange(0, self.n_rotated, 2, dtype=torch.float32) / self.n_rotated)
+        return torch.nn.functional.pad(angles, (0, (self.head_size - self.n_rotated) // 2))
+
+
+def rotary_of(draft: Checkpoint, theta: float, scaling: dict[str, Any] | None) -> RotaryEmbedding:
+    """Return the draft's rotary embedding, whose table covers the positions of its training."""
+    if draft.rotary_width < draft.head_dim:
+        return PartRotary(draft, theta)
+    width, n_positions = draft.head_dim, draft.max_position_embeddings
+    return get_rope(width, rotary_dim=width, max_position=n_positions, base=theta, rope_scaling=scaling)
 
 
 def reach(rotary: RotaryEmbedding, n_positions: int) -> None:

@@ -29,7 +29,6 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
-from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
@@ -45,7 +44,7 @@ from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.draft.mask_row import MASK_ROW, read_row
 from sglang_dflash.engine.draft.packed import unpacked
 from sglang_dflash.engine.draft.record import Checkpoint
-from sglang_dflash.engine.draft.rotary import reach
+from sglang_dflash.engine.draft.rotary import reach, rotary_of
 from sglang_dflash.engine.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.engine.draft.target_ends import TargetEnds, unscaled, with_copy, with_own_mask
 from sglang_dflash.engine.draft.weights import (
@@ -136,14 +135,7 @@ class DFlashDraftModel(nn.Module):
         self.config = config
         self.fields = fields = checkpoint.parse(config.to_dict(), config._name_or_path)
         hidden, eps, n_captured = fields.hidden_size, fields.rms_norm_eps, len(fields.target_layer_ids)
-        rope_theta, rope_scaling = get_rope_config(config)
-        rotary = get_rope(
-            fields.head_dim,
-            rotary_dim=fields.rotary_width,
-            max_position=fields.max_position_embeddings,
-            base=rope_theta,
-            rope_scaling=rope_scaling,
-        )
+        rotary = rotary_of(fields, *get_rope_config(config))
         self.layers = nn.ModuleList(
             [DraftLayer(fields, i, rotary, quant_config) for i in range(fields.num_hidden_layers)]
         )

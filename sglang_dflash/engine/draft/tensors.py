@@ -111,7 +111,8 @@ def apart(checkpoint: Checkpoint, tensors: Iterable[tuple[str, Value]]) -> Itera
 def converted(checkpoint: Checkpoint, name: str, tensor: Any) -> Any:
     """Return a tensor in z-lab's form: a norm's whole weight, and the dimensions of heads in the order of neox pairs.
 
-    Queries and keys are reordered alike, so attention scores do not change. A factor of the values becomes a factor of
+    Queries and keys are reordered alike, so attention scores do not change. If only the first dimensions of a head are
+    rotated, their halves move to the beginnings of the head's halves, see `rotary.PartRotary`. A factor of the values becomes a factor of
     the output projection, which costs nothing in a step.
     """
     if checkpoint.attention_value_scale != 1.0 and name.endswith("o_proj.weight"):
@@ -121,6 +122,12 @@ def converted(checkpoint: Checkpoint, name: str, tensor: Any) -> Any:
     if not checkpoint.rope_is_neox_style and (".q_" in name or ".k_" in name):
         heads = tensor.reshape(-1, checkpoint.head_dim // 2, 2, *tensor.shape[1:])
         return heads.swapaxes(1, 2).reshape(tensor.shape)
+    whole, rotated = checkpoint.head_dim, checkpoint.rotary_width
+    if rotated < whole and (".q_" in name or ".k_" in name):
+        middle = (rotated + whole) // 2
+        halves = (range(rotated // 2), range(rotated, middle)), (range(rotated // 2, rotated), range(middle, whole))
+        order = [i for half in halves for part in half for i in part]
+        return tensor.reshape(-1, whole, *tensor.shape[1:])[:, order].reshape(tensor.shape)
     return tensor
 
 

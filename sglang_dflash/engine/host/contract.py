@@ -24,15 +24,22 @@ if TYPE_CHECKING:
 AT_REGISTRATION = ("create_worker", "add_cli_args", "check_server_args", "read_draft", "draft_length", "draft_packing")
 
 
+def other_version() -> HostMismatch | None:
+    """Return an error with the versions if SGLang is not the supported one, else None."""
+    version = importlib.import_module("sglang.version").__version__
+    if version == SGLANG:
+        return None
+    return HostMismatch(f"sglang {version} is installed; sglang-dflash {__version__} needs sglang {SGLANG}")
+
+
 def require_seams() -> None:
     """Check SGLang's version, and the names that `plugin.register` hooks or calls.
 
     Raises:
         HostMismatch: the version differs, or a name is missing, see `check`.
     """
-    version = importlib.import_module("sglang").__version__
-    if version != SGLANG:
-        raise HostMismatch(f"sglang {version} is installed; sglang-dflash {__version__} needs sglang {SGLANG}")
+    if mismatch := other_version():
+        raise mismatch
     check(SECTIONS["seams"])
 
 

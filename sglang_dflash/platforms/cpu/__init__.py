@@ -9,14 +9,20 @@ this plugin's.
 import os
 import sys
 
+from sglang_dflash.engine.host.contract import other_version
 from sglang_dflash.engine.host.loading import REHEARSE, load_before_resolution
+from sglang_dflash.engine.host.other_sglang import guard_resolution
 
 
 def activate() -> str | None:
     """Return the name of the platform class, see `platform_name`.
 
-    On every machine this also makes SGLang load plugins before it resolves arguments.
+    On every machine this also makes SGLang load plugins before it resolves arguments. Beside an SGLang of another
+    version there is no platform, and launches with DFLASH are refused.
     """
+    if mismatch := other_version():
+        guard_resolution(mismatch)
+        return None
     name = platform_name()  # first, because the next line may import Triton, which reads variables set here
     load_before_resolution()
     return name

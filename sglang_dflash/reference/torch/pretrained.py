@@ -66,7 +66,9 @@ class DraftModel(Draft):
         unpack = partial(unpacked, packing=stored.packing, dtype=dtype or vars(torch)[stored.dtype])
         converted = replace(stored, use_gemma_norm=False, rope_is_neox_style=True, attention_value_scale=1.0)
         draft = cls(replace(converted, has_embed_tokens=False, has_mask_embedding=stored.has_mask_row))
-        state = tensors.tensors_of(stored, folder, load_file, unpack)
+        # Here the first dimensions of a head are rotated as they are stored.
+        rope = {name: value for name, value in stored.rope_parameters.items() if name != "rope_dim"}
+        state = tensors.tensors_of(replace(stored, rope_parameters=rope), folder, load_file, unpack)
         if stored.has_mask_embedding:
             state[MASK_ROW] = read_row(stored, folder / files.MASK_EMBEDDING).to(vars(torch)[stored.dtype])
         draft.load_state_dict(state, assign=True)

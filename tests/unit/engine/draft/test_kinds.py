@@ -14,6 +14,7 @@ from sglang_dflash.engine.draft import domino as ours
 from sglang_dflash.engine.draft.attention import gated, own_heads
 from sglang_dflash.engine.draft.context import ContextProjection, FeatureNorms
 from sglang_dflash.engine.draft.layout import Layout
+from sglang_dflash.engine.draft.rotary import rotary_of
 from sglang_dflash.engine.draft.target_ends import TargetEnds, likeliest, unscaled, with_copy
 from sglang_dflash.engine.draft.tensors import apart, apart_shapes
 from sglang_dflash.errors import NotSupported
@@ -235,6 +236,24 @@ def test_a_norm_without_its_one_is_completed() -> None:
     assert [float(tensor) for _, tensor in apart(config, [(name, torch.tensor(0.5)) for name in names])] == [
         1.5, 1.5, 1.5, 0.5,
     ]  # fmt: skip
+
+
+def test_scores_of_partly_rotated_heads_are_those_of_converted_heads() -> None:
+    """SGLang's rope for the first dimensions of a head, and this package's for whole heads, on converted weights."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 100.0, "rope_dim": 4}
+    config, x, positions = make_config(rope_parameters=rope), torch.randn(6, 32), torch.arange(6)
+    stored = {f"self_attn.{part}_proj.weight": torch.randn(rows, 32) for part, rows in (("q", 32), ("k", 16))}
+    turned = dict(apart(config, stored.items()))
+    scores = []
+    for weights, rotary in (
+        (stored, get_rope(8, rotary_dim=4, max_position=64, base=100, dtype=torch.float32)),
+        (turned, rotary_of(config, 100.0, None)),
+    ):
+        q, k = (x @ weight.T for weight in weights.values())
+        q, k = rotary.forward_native(positions, q, k)
+        scores.append(q.view(6, 2, 2, 8).transpose(0, 1).flatten(1, 2) @ k.view(6, 2, 8).movedim(0, 2))
+    torch.testing.assert_close(*scores)
 
 
 # -- Domino --------------------------------------------------------------------------------------------------------

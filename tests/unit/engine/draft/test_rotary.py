@@ -7,7 +7,7 @@ import torch
 from sglang.srt.layers.rotary_embedding import get_rope
 
 from sglang_dflash.engine.draft.record import FULL, Checkpoint
-from sglang_dflash.engine.draft.rotary import reach
+from sglang_dflash.engine.draft.rotary import reach, rotary_of
 from sglang_dflash.reference.torch.rope import rope_frequencies, rotation_at
 
 TRAINED, SERVED, HEAD_DIM = 64, 1000, 16
@@ -38,6 +38,16 @@ def test_every_row_equals_plain_torch(kind: str) -> None:
     cos, sin = rotation_at(torch.arange(SERVED), *rope_frequencies(draft(rope)), torch.float32)
     half = HEAD_DIM // 2
     expected = torch.cat([cos[:, :half], sin[:, :half]], dim=-1)
+    torch.testing.assert_close(rotary.cos_sin_cache[:SERVED].float(), expected, atol=2e-4, rtol=0)
+
+
+def test_a_part_of_the_pairs_is_rotated() -> None:
+    fields = draft({"rope_type": "default", "rope_theta": 10_000.0, "rope_dim": 4})
+    rotary = rotary_of(fields, 10_000.0, None)
+    reach(rotary, SERVED)
+    cos, sin = rotation_at(torch.arange(SERVED), *rope_frequencies(fields), torch.float32)
+    rest = torch.ones(SERVED, 6)
+    expected = torch.cat([cos[:, :2], rest, sin[:, :2], 0 * rest], dim=-1)
     torch.testing.assert_close(rotary.cos_sin_cache[:SERVED].float(), expected, atol=2e-4, rtol=0)
 
 
