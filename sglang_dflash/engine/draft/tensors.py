@@ -112,8 +112,8 @@ def converted(checkpoint: Checkpoint, name: str, tensor: Any) -> Any:
     """Return a tensor in z-lab's form: a norm's whole weight, and the dimensions of heads in the order of neox pairs.
 
     Queries and keys are reordered alike, so attention scores do not change. If only the first dimensions of a head are
-    rotated, their halves move to the beginnings of the head's halves, see `rotary.PartRotary`. A factor of the values becomes a factor of
-    the output projection, which costs nothing in a step.
+    rotated, their halves move to the beginnings of the head's halves, see `rotary.PartRotary`. A factor of the values
+    becomes a factor of the output projection, which costs nothing in a step.
     """
     if checkpoint.attention_value_scale != 1.0 and name.endswith("o_proj.weight"):
         return tensor * checkpoint.attention_value_scale

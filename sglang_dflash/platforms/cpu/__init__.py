@@ -20,10 +20,10 @@ def activate() -> str | None:
     On every machine this also makes SGLang load plugins before it resolves arguments. Beside an SGLang of another
     version there is no platform, and launches with DFLASH are refused.
     """
+    name = platform_name()  # first, because the next lines may import Triton, which reads variables set here
     if mismatch := other_version():
         guard_resolution(mismatch)
         return None
-    name = platform_name()  # first, because the next line may import Triton, which reads variables set here
     load_before_resolution()
     return name
 
