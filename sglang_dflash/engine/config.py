@@ -13,15 +13,7 @@ from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft.pair import check_pair
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.host import backends, fit
-from sglang_dflash.engine.host.arguments import (
-    IGNORED,
-    UNSUPPORTED,
-    Arguments,
-    TargetFacts,
-    arguments_of,
-    flag,
-    target_of,
-)
+from sglang_dflash.engine.host.arguments import UNSUPPORTED, Arguments, TargetFacts, arguments_of, flag, target_of
 from sglang_dflash.engine.memory.texts import why_no_copies
 from sglang_dflash.engine.width.chooser import candidates, widest
 from sglang_dflash.errors import NotSupported
@@ -60,7 +52,7 @@ class DFlashConfig:
         target: facts about the target.
         flags: environment flags.
         notes: sentences for the log, see `fit.notes`.
-        ignored: sentences for the log about flags without an effect.
+        ignored: sentences for the log about flags without an effect, see `fit.ignored`.
     """
 
     block_size: int
@@ -173,21 +165,23 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
         dtype=target.dtype,
         draft_load_format=fit.load_format(arguments),
         notes=fit.notes(arguments, target, draft),
-        ignored=tuple(f"{flag(name)} is ignored: {IGNORED[name]}" for name in arguments.ignored),
+        ignored=fit.ignored(arguments),
         draft_window=draft_window,
         disaggregation=arguments.disaggregation,
         draft_attention_backend=backends.resolve(
-            asked=arguments.draft_backend,
-            target=arguments.target_backend,
-            needs=backends.Needs(
-                whole_blocks=(None in draft.layer_windows and not draft.full_is_causal) or not draft.sliding_is_causal,
-                slides_both_ways=not draft.sliding_is_causal,
-                sinks=draft.attention_sink_bias,
-                device=arguments.device,
-                kv_dtype=arguments.draft_kv_dtype,
-                page_size=arguments.page_size,
-            ),
+            asked=arguments.draft_backend, target=arguments.target_backend, needs=_needs(arguments, draft)
         ),
+    )
+
+
+def _needs(arguments: Arguments, draft: Checkpoint) -> backends.Needs:
+    return backends.Needs(
+        whole_blocks=(None in draft.layer_windows and not draft.full_is_causal) or not draft.sliding_is_causal,
+        slides_both_ways=not draft.sliding_is_causal,
+        sinks=draft.attention_sink_bias,
+        device=arguments.device,
+        kv_dtype=arguments.draft_kv_dtype,
+        page_size=arguments.page_size,
     )
 
 

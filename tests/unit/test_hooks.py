@@ -26,7 +26,7 @@ def config_of(**more: Any) -> Any:
     facts = {
         "block_size": 8, "widest": 12, "attention_dp": False, "copy": Copy.AUTO, "disaggregation": "decode",
         "draft": None, "draft_kv": draft_kv(64, 12, "decode"), "gdn_state": GdnState.FOLD,
-        "draft_attention_backend": "", "draft_quantization": "fp8",
+        "draft_attention_backend": "", "draft_quantization": "fp8", "ignored": (),
         "target": SimpleNamespace(vocab_size=8, recurrent=True, architecture="Qwen3ForCausalLM"),
         "flags": SimpleNamespace(fp8_head=False, simulated=None),
     }  # fmt: skip
@@ -75,7 +75,7 @@ def test_the_reservation_is_as_wide_as_the_verify(monkeypatch: pytest.MonkeyPatc
 def test_draft_positions_reach_past_the_longest_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of a context of 100 tokens, one verify of 12 tokens is in flight, and the next one is planned."""
     reached = list[int]()
-    model = SimpleNamespace(attach=lambda ends, max_position, fp8_head: reached.append(max_position))
+    model = SimpleNamespace(attach=lambda ends, max_position, backend, fp8_head: reached.append(max_position))
     made = SimpleNamespace(draft_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
     monkeypatch.setattr(worker, "build_draft_tp_worker", lambda **_: made)
     monkeypatch.setattr(worker, "verified_logits", lambda *_: None)

@@ -2,7 +2,7 @@
 
 from sglang_dflash.engine.draft.pair import unused
 from sglang_dflash.engine.draft.record import Checkpoint
-from sglang_dflash.engine.host.arguments import Arguments, TargetFacts
+from sglang_dflash.engine.host.arguments import IGNORED, Arguments, TargetFacts, flag
 from sglang_dflash.engine.memory.sizes import kept_window
 from sglang_dflash.errors import NotSupported
 
@@ -92,6 +92,11 @@ def load_format(arguments: Arguments) -> str | None:
         )
     by_default = None if arguments.load_format in PLAIN else "auto"
     return arguments.draft_load_format or by_default
+
+
+def ignored(arguments: Arguments) -> tuple[str, ...]:
+    """Return a sentence for each flag of another algorithm."""
+    return tuple(f"{flag(name)} is ignored: {IGNORED[name]}" for name in arguments.ignored)
 
 
 def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:
