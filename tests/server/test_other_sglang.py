@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sglang.Engine(model_path={str(DENSE.target)!r}, device="cpu", speculative_algorithm="DFLASH",
                   speculative_draft_model_path={str(DENSE.draft)!r})
 """
-ROUTER = ("-m", "sglang_router.launch_server", *LAUNCH[2:], *DFLASH, "--router-port", "31744")
+ROUTER = ("-m", "sglang_router.launch_server", *LAUNCH[2:], *DFLASH)
 
 
 def run(path: Path, words: Sequence[str], **variables: str) -> tuple[int, str]:

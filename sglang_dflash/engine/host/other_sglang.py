@@ -43,12 +43,16 @@ def stand_aside(mismatch: HostMismatch) -> None:
     if flags.selects_stock(os.environ):
         logger.warning("%s; sglang-dflash is inactive (SGLANG_DFLASH_WORKER=stock)", mismatch)
         return
-    refusal = HostMismatch(f"{mismatch}; install that release, or set SGLANG_DFLASH_WORKER=stock")
+    refusal = with_cure(mismatch)
     if parent_process() is None:  # SGLang loads plugins in each of its processes
         logger.warning("%s; only launches with DFLASH are refused", mismatch)
     if not guard_methods(refusal) and names_dflash(sys.argv):
         # SystemExit, because SGLang would log and ignore an Exception.
         sys.exit(str(refusal))
+
+
+def with_cure(mismatch: HostMismatch) -> HostMismatch:
+    return HostMismatch(f"{mismatch}; install that release, or set SGLANG_DFLASH_WORKER=stock")
 
 
 def guard_methods(refusal: HostMismatch) -> int:
@@ -63,8 +67,9 @@ def guard_methods(refusal: HostMismatch) -> int:
     return 0
 
 
-def guard_resolution(refusal: HostMismatch) -> None:
+def guard_resolution(mismatch: HostMismatch) -> None:
     """Hook the resolution of arguments, if SGLang has such hooks."""
+    refusal = with_cure(mismatch)
     with suppress(ImportError, ValueError):  # ValueError: there is no such step
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
