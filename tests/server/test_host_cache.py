@@ -7,6 +7,7 @@ this prefix (`n_unseen`).
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -42,6 +43,11 @@ KINDS = {
     "hybrid": Kind("hybrid", (*BY_PAGES, *TRACK)),
     "dense-window": Kind("dense", (*BY_LAYERS, *window(64)), draft_window=64),
 }
+# Every prefix of whole pages is fetched from storage, before its request is scheduled.
+STORED = (
+    *("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
+    *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
+)
 
 
 class Serving(NamedTuple):
@@ -96,3 +102,27 @@ def test_sglangs_own_worker_takes_the_same_steps(serving: Serving, pool: Any) ->
     pool.drop(server)
     assert tokens_of(theirs) == tokens_of(ours)
     assert list(map(steps, theirs)) == list(map(steps, ours))
+
+
+@pytest.mark.parametrize("name", ["dense-pages", "hybrid", "dense-window"])
+def test_a_prefix_from_storage_has_draft_kv(name: str, pool: Any, reference: Callable, tmp_path: Path) -> None:
+    """A second server reads what the first has stored in files. With a draft window the draft's K/V are not stored."""
+    kind, env = KINDS[name], {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+    prompts = [(as_prompt(conversation(n, n_turns=6), kind.target) * 3)[:PROMPT_LEN] for n in range(N_PROMPTS)]
+    asked = []
+    for _ in range(2):
+        server = pool.get(target=kind.target, flags=(*kind.flags, *STORED), env=env)
+        asked.append([server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts])
+        assert tokens_of(asked[-1]) == [reference(prompt, MAX_NEW_TOKENS, kind.target) for prompt in prompts]
+        pool.drop(server)
+    details = [answer.meta["cached_tokens_details"] or {} for answer in asked[1]]
+    from_storage = [found.get("storage", 0) for found in details]
+    assert sum(n > PROMPT_LEN // 2 for n in from_storage) >= N_PROMPTS // 2, f"too few hits in storage: {from_storage}"
+    expected = list(map(steps, asked[0]))
+    if kind.draft_window is not None:
+        expert = oracle(PAIRS[kind.target], None, kind.draft_window)
+        expected = [
+            expert.accepted_histogram(prompt, MAX_NEW_TOKENS, n_unseen=answer.meta["cached_tokens"])
+            for prompt, answer in zip(prompts, asked[1], strict=True)
+        ]
+    assert list(map(steps, asked[1])) == expected

@@ -17,7 +17,6 @@ UNSUPPORTED = {
     "enable_unified_cache_external_linker": "it would store the draft's K/V before the draft has written them",
     "enable_pd_role_switch": "a prefill server reserves no memory for verifying blocks",
     "disaggregation_decode_enable_offload_kvcache": "the draft's K/V would not be offloaded",
-    "hicache_storage_backend": "a prefix from storage has no draft K/V",
     "enable_two_batch_overlap": "verify cannot split a batch in two",
     "enable_mixed_chunk": "a step reads prompts or verifies blocks, never both",
     "enable_linear_replayssm": "a step of one token would put its state change where this plugin does not read",

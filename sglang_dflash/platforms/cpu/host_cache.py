@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.platforms.cpu.pinned import torch_with
+
 Layers = Sequence[torch.Tensor]
 
 
@@ -50,11 +52,11 @@ def transfer_kv_all_layer_direct_lf_pf(
 def install() -> None:
     """Set these functions in the modules that import them on a GPU.
 
-    Also disables the registration of host memory with CUDA, and the check for a reserve of free host memory.
+    Also disables pinning, the registration of host memory with CUDA, and the check for a reserve of free host memory.
     """
     copies = (transfer_kv_direct, transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf)
     for module in ("mha", "mamba"):
-        _names(module).update({copy.__name__: copy for copy in copies})
+        _names(module).update({copy.__name__: copy for copy in copies}, torch=torch_with(lambda tensor: tensor))
     _names("base").update(HICACHE_HOST_MEMORY_RESERVE_BYTES=0)
     _names("common").update(_cuda_host_register=lambda buffer, granularity=None: None)
 
