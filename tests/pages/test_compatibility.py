@@ -9,7 +9,7 @@ from tests.fixtures.messages import PACKAGE, messages
 
 DOCS = PACKAGE / "docs"
 LIST = (DOCS / "compatibility.md").read_text().split("## What it does not do\n")[1]
-ROWS = dict(re.findall(r"^\| (`.+?) \| (.+?) \|$", LIST, re.MULTILINE))
+ROWS = {row: why for row, why, _ in re.findall(r"^\| (`.+?) \| (.+?) \| (.+?) \|$", LIST, re.MULTILINE)}
 FLAGS = {row: re.findall(r"`(--[a-z-]+|SGLANG_[A-Z_]+)`", row)[0] for row in ROWS}
 
 
