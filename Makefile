@@ -56,8 +56,10 @@ test: $(READY)
 test-ci: $(READY)
 	@$(call pytest,-m "not full")
 
+# Continues where an interrupted run at this commit has ended, if no file has changed since.
+test-full: export TESTS_PASSED = $(if $(shell git status --porcelain 2>&1),,.run/passed/$(shell git rev-parse HEAD))
 test-full: $(READY)
-	@$(call pytest,-m "not soak")
+	@$(if $(TESTS_PASSED),,unset TESTS_PASSED;) $(call pytest,-m "not soak")
 
 pytest = status=0; \
 	$(RUN) -m pytest -n 2 $(1) tests/kernels || status=1; \

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.fixtures import forking
+from tests.fixtures import forking, resume
 from tests.fixtures.forking import RUN
 from tests.fixtures.launching import checkpoints, hub, launch, pair  # noqa: F401  (fixtures of many tests)
 from tests.server.lib.rehearsals import REHEARSALS
@@ -74,7 +74,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByScope:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if resume.BEFORE in os.environ:
+        resume.leave_out(config, items)
     items.sort(key=lambda item: (rank_of(item.nodeid), "launch" not in item.fixturenames))  # type: ignore[attr-defined]
     for item in items:
         if uses_servers(item.nodeid):
@@ -90,6 +92,8 @@ class FailuresAtOnce:
         self.config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if resume.PASSED in os.environ:
+            resume.note(report)
         if report.failed:
             terminal = self.config.get_terminal_writer()
             terminal.line(f"\nFAILED at {report.when}: {report.nodeid}\n{report.longreprtext}")
@@ -99,6 +103,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))
         os.environ[RUN] = str(os.getpid())
+        if resume.PASSED in os.environ:
+            resume.begin()
         # SIGTERM raises KeyboardInterrupt, which ends the run. Hypothesis would take Exit or SystemExit for a failing
         # example.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

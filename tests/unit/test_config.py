@@ -92,7 +92,7 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         ({"draft_window": 7}, ValueError, "--speculative-draft-window-size 7 is smaller than the block of 8; give at"),
         (
             {"unsupported": ("enable_mixed_chunk",)}, NotSupported,
-            r"--enable-mixed-chunk is not supported with DFLASH \(a step of this plugin reads prompts .*\); drop the flag$",
+            r"--enable-mixed-chunk is not supported with DFLASH \(a step of this .*\); drop the flag$",
         ),
         ({"accept_thresholds": (0.9, 1.0)}, NotSupported, "--speculative-accept-threshold-single 0.9 would change"),
         ({"accept_thresholds": (1.0, 0.5)}, NotSupported, "--speculative-accept-threshold-acc 0.5 would change"),
