@@ -17,7 +17,7 @@ from sglang_dflash.engine.host.arguments import UNSUPPORTED, Arguments, TargetFa
 from sglang_dflash.engine.memory.texts import why_no_copies
 from sglang_dflash.engine.width.chooser import candidates, widest
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.flags import Copy, Flags, GdnState, current
+from sglang_dflash.flags import Copy, Flags, GdnState, WidthPolicy, current
 
 if TYPE_CHECKING:
     from sglang_dflash.engine.memory.draft_kv import DraftKV
@@ -145,12 +145,14 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     block_size = fit.block_size(arguments, draft)
     fit.check_heads(arguments, draft)
     draft_window = fit.window(arguments, draft, block_size)
-    _check_sessions(arguments, draft_window)
-    _check_rings(arguments, draft_window)
-    no_copies = why_no_copies(flags.copy, arguments.disaggregation, is_simulated=flags.simulated is not None)
+    fit.check_sessions(arguments, draft_window)
+    fit.check_rings(arguments, draft_window)
+    no_copies = _no_copies(arguments, flags)
     verifies = arguments.disaggregation != "prefill"
     whole_blocks = why_whole_blocks(arguments, target, flags) if verifies else ""
     widths = candidates(flags, block_size, no_copies, whole_blocks)
+    if arguments.deterministic and flags.width_policy is WidthPolicy.AUTO and not flags.widths:
+        widths = (block_size,)
     return DFlashConfig(
         draft=draft,
         target=target,
@@ -172,6 +174,11 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
             asked=arguments.draft_backend, target=arguments.target_backend, needs=_needs(arguments, draft)
         ),
     )
+
+
+def _no_copies(arguments: Arguments, flags: Flags) -> str:
+    conditions = {"is_simulated": flags.simulated is not None, "is_deterministic": arguments.deterministic}
+    return why_no_copies(flags.copy, arguments.disaggregation, **conditions)
 
 
 def _needs(arguments: Arguments, draft: Checkpoint) -> backends.Needs:
@@ -246,27 +253,6 @@ def _check_parallel(arguments: Arguments) -> None:
         raise NotSupported(
             "attention data parallelism without --enable-dp-lm-head is not supported with DFLASH (the draft borrows "
             "the head, and runs among the ranks that share requests); add --enable-dp-lm-head"
-        )
-
-
-def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
-    if not arguments.streaming_session:
-        return
-    # page_size None: not resolved yet. The scheduler process runs this check again, with the resolved page size.
-    if draft_window is not None and arguments.page_size not in (None, 1):
-        raise NotSupported(
-            f"--enable-streaming-session is not supported with a draft window of {draft_window} tokens and a page size "
-            f"of {arguments.page_size} (a turn may start inside a page, the window cannot); set --page-size 1 with a "
-            "backend that keeps it, such as fa3 or triton, or drop --enable-streaming-session"
-        )
-
-
-def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
-    """Refuse ring buffers if SGLang sizes pools after graph capture: rings would get as many KV slots as the target."""
-    if draft_window is not None and arguments.sized_after_capture:
-        raise NotSupported(
-            f"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 is not supported with a draft window of {draft_window} tokens "
-            "(the ring buffers would get as many KV slots as the target); set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0"
         )
 
 

@@ -48,6 +48,18 @@ def test_a_block_may_be_a_prefix_of_the_trained_one(block_size, draft):
     assert (served.block_size, served.draft.block_size, served.draft_window) == (block_size, 8, block_size)
 
 
+def test_deterministic_inference_fixes_the_width_and_makes_no_copies(draft):
+    """Widths and copies follow measured times and earlier requests, so answers could differ between runs."""
+    arguments = replace(ARGUMENTS, deterministic=True)
+    served = combine(arguments, TARGET, draft, FLAGS)
+    assert (served.widths, served.copy) == ((8,), Copy.OFF)
+    assert any("--enable-deterministic-inference: by default all steps verify whole" in note for note in served.notes)
+    assert len(combine(ARGUMENTS, TARGET, draft, FLAGS).widths) > 1
+    asked = flags.read({"SGLANG_DFLASH_WIDTHS": "1,8", "SGLANG_DFLASH_COPY": "on"})
+    served = combine(arguments, TARGET, draft, asked)
+    assert (served.widths, served.copy) == ((1, 8), Copy.ON)
+
+
 def test_flags_of_other_algorithms_are_ignored_by_name(draft):
     served = combine(replace(ARGUMENTS, ignored=tuple(IGNORED)), TARGET, draft, FLAGS)
     assert served.ignored[0] == (

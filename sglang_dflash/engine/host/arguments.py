@@ -86,6 +86,7 @@ class Arguments:
     draft_load_format: str | None = None
     host_cache: bool = False  # `--enable-hierarchical-cache`
     grammar_backend: str | None = None  # None: not resolved yet, which means xgrammar
+    deterministic: bool = False  # `--enable-deterministic-inference`, which `--rl-on-policy-target` sets too
     model_impl: str = "auto"
     heads_first: bool = False  # SGLANG_USE_HND_KVCACHE: a page of the KV cache holds the tokens of each head together
 
@@ -148,6 +149,7 @@ def arguments_of(server_args: Any) -> Arguments:
         draft_load_format=args.speculative_draft_load_format,
         host_cache=args.enable_hierarchical_cache,
         grammar_backend=args.grammar_backend,
+        deterministic=args.enable_deterministic_inference or args.rl_on_policy_target is not None,
         model_impl=args.model_impl,
         heads_first=envs.SGLANG_USE_HND_KVCACHE.get(),
     )

@@ -4,6 +4,7 @@ from sglang_dflash.engine.draft.pair import unused
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.host.arguments import IGNORED, Arguments, TargetFacts, flag
 from sglang_dflash.engine.memory.sizes import kept_window
+from sglang_dflash.engine.memory.texts import DETERMINISTIC
 from sglang_dflash.errors import NotSupported
 
 # Load formats that read a draft's files. With "auto" SGLang would refuse the options of the last two in
@@ -57,6 +58,28 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
             f"give at least {block_size}"
         )
     return kept_window(arguments.draft_window, draft.window)
+
+
+def check_sessions(arguments: Arguments, draft_window: int | None) -> None:
+    """Check that turns of sessions may start where the draft's window can, or raise NotSupported."""
+    if not arguments.streaming_session:
+        return
+    # page_size None: not resolved yet. The scheduler process runs this check again, with the resolved page size.
+    if draft_window is not None and arguments.page_size not in (None, 1):
+        raise NotSupported(
+            f"--enable-streaming-session is not supported with a draft window of {draft_window} tokens and a page size "
+            f"of {arguments.page_size} (a turn may start inside a page, the window cannot); set --page-size 1 with a "
+            "backend that keeps it, such as fa3 or triton, or drop --enable-streaming-session"
+        )
+
+
+def check_rings(arguments: Arguments, draft_window: int | None) -> None:
+    """Refuse ring buffers if SGLang sizes pools after graph capture: rings would get as many KV slots as the target."""
+    if draft_window is not None and arguments.sized_after_capture:
+        raise NotSupported(
+            f"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 is not supported with a draft window of {draft_window} tokens "
+            "(the ring buffers would get as many KV slots as the target); set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0"
+        )
 
 
 def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
@@ -123,6 +146,11 @@ def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple
         )
     if draft.borrowed:
         found.append(f"{draft.path}: {unused(draft.borrowed)}")
+    if arguments.deterministic:
+        found.append(
+            f"{DETERMINISTIC}: by default all steps verify whole blocks, without n-gram copies, because widths and "
+            "copies follow measured times and earlier requests"
+        )
     if arguments.load_format == DUMMY:
         found.append(f"--load-format {DUMMY} applies only to the target: the draft is loaded from {draft.path}")
     return tuple(found)

@@ -13,19 +13,23 @@ from sglang_dflash.flags import Copy
 logger = logging.getLogger(__name__)
 
 
+DETERMINISTIC = "--enable-deterministic-inference"
 WITHOUT_TEXTS = {  # reason why a server keeps no histories, by `--disaggregation-mode`
     "decode": "another server reads the prompts, and their tokens are not transferred",
     "prefill": "a prefill server does not decode",
 }
 
 
-def why_no_copies(copy: Copy, disaggregation: str, *, is_simulated: bool = False) -> str:
+def why_no_copies(
+    copy: Copy, disaggregation: str, *, is_simulated: bool = False, is_deterministic: bool = False
+) -> str:
     """Return the reason why a server keeps no token histories; "" if it keeps them.
 
     Args:
         copy: value of SGLANG_DFLASH_COPY.
         disaggregation: value of `--disaggregation-mode`.
         is_simulated: acceptance is simulated.
+        is_deterministic: answers must be equal between runs.
     Raises:
         NotSupported: copies are required but impossible.
     """
@@ -34,6 +38,8 @@ def why_no_copies(copy: Copy, disaggregation: str, *, is_simulated: bool = False
     setting, reason = f"--disaggregation-mode {disaggregation}", WITHOUT_TEXTS.get(disaggregation, "")
     if is_simulated:
         setting, reason = "SGLANG_SIMULATE_ACC_LEN", "a simulated step accepts copies and other drafts alike"
+    if is_deterministic and copy is Copy.AUTO:
+        return f"with {DETERMINISTIC} no answer may depend on requests before it"
     if reason and copy is not Copy.AUTO:
         raise NotSupported(
             f"SGLANG_DFLASH_COPY={copy} is not supported with {setting} ({reason}); set SGLANG_DFLASH_COPY to auto or "
