@@ -92,7 +92,7 @@ def test_each_kind_of_change_is_found(releases: tuple[Path, Path]) -> None:
 def test_the_report_counts_the_changes(releases: tuple[Path, Path]) -> None:
     text = compare_sglang.report(*releases)
     assert "The host contract: 7 names, 1 gone, 2 signature, 1 body, 2 new" in text
-    # Of the built-in worker's modules every function and method counts, needed or not.
+    # Every function and method of the built-in worker's modules counts, needed or not.
     assert "SGLang's own DFLASH: 8 names, 1 gone, 2 signature, 2 body, 1 new" in text
     assert "body        sglang.srt.pool.Pool.__init__" in text
 

@@ -7,6 +7,7 @@ tensors that the fields imply, apart from unused ones (`files.BORROWED`). `read`
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from sglang_dflash.engine.draft import files as draft_files
 from sglang_dflash.engine.draft import packed
 from sglang_dflash.engine.draft.dialects import LAYERS, in_our_words
 from sglang_dflash.engine.draft.fields import Fields
-from sglang_dflash.engine.draft.mask_row import with_mask_file
+from sglang_dflash.engine.draft.mask_row import read_row, with_mask_file
 from sglang_dflash.engine.draft.record import FULL, SECOND, SLIDING, Checkpoint
 from sglang_dflash.engine.draft.tensors import apart_shapes, check_tensors, expected_shapes
 from sglang_dflash.engine.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH_2, GIVE, LAGUNA, refuse_variants
@@ -50,6 +51,9 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
     unused = set(draft_files.BORROWED) - expected_shapes(checkpoint).keys()
     borrowed = {name: found.pop(name) for name in unused & found.keys()}
     check_tensors(checkpoint, found)
+    if file := draft_files.extra_file(path, draft_files.MASK_EMBEDDING, revision):
+        with suppress(ModuleNotFoundError):  # without torch, as for MLX, no draft with such a file is served
+            read_row(checkpoint, file)
     return replace(checkpoint, borrowed=borrowed)
 
 

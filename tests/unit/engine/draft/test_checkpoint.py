@@ -16,6 +16,8 @@ from sglang_dflash.engine.draft import checkpoint, files, tensors
 from sglang_dflash.engine.draft.mask_row import read_row
 from sglang_dflash.errors import NotSupported
 
+ROW = torch.arange(64.0)
+
 
 @pytest.fixture
 def folder(checkpoints: ModuleType, tmp_path: Path) -> Path:
@@ -201,8 +203,11 @@ def test_a_wrong_checkpoint_is_refused_in_one_sentence(changes, error, sentence,
 
 def test_a_mask_embedding_of_the_drafts_own_is_found(folder):
     assert not checkpoint.read(str(folder)).has_mask_row
-    (folder / files.MASK_EMBEDDING).write_bytes(b"")
+    torch.save({"embedding": ROW, "mask_token_id": 3}, folder / files.MASK_EMBEDDING)
     assert checkpoint.read(str(folder)).has_mask_embedding
+    torch.save({"embedding": ROW, "mask_token_id": 4}, folder / files.MASK_EMBEDDING)
+    with pytest.raises(ValueError, match="is for token 4"):  # before weights are loaded
+        checkpoint.read(str(folder))
 
 
 def test_a_repositorys_mask_embedding_is_found(folder, monkeypatch: pytest.MonkeyPatch):
@@ -217,9 +222,6 @@ def test_a_repositorys_mask_embedding_is_found(folder, monkeypatch: pytest.Monke
     monkeypatch.setattr(files, "hf_hub_download", download)
     assert checkpoint.read_config("someone/draft", "v1")["has_mask_embedding"]
     assert ("someone/draft", "mask_embedding.pt", "v1") in asked
-
-
-ROW = torch.arange(64.0)
 
 
 @pytest.mark.parametrize(
