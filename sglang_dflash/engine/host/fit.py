@@ -144,6 +144,11 @@ def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple
             f"{draft.path} has vocab_size {draft.vocab_size} and uses the target's embedding and head of "
             f"{target.vocab_size} rows"
         )
+    if draft.attention_value_scale != 1.0 and not draft.has_mask_row:
+        found.append(
+            f"{draft.path} has no mask_embedding.pt, which MiMo's drafts have: with the target's untrained row of the "
+            "mask token hardly any draft may be accepted"
+        )
     if draft.borrowed:
         found.append(f"{draft.path}: {unused(draft.borrowed)}")
     if arguments.deterministic:

@@ -92,6 +92,14 @@ def test_an_anchor_first_block_has_a_draft_for_every_slot(draft: Checkpoint) -> 
     assert fit.notes(replace(ARGUMENTS, block_size=9), TARGET, first) == ()
 
 
+def test_a_missing_mask_row_is_noted(draft: Checkpoint) -> None:
+    """Only the file's absence shows that it was not fetched: no field of MiMo's config names it."""
+    mimo = replace(draft, attention_value_scale=0.612)
+    (note,) = fit.notes(ARGUMENTS, TARGET, mimo)
+    assert note.startswith("draft has no mask_embedding.pt, which MiMo's drafts have: ")
+    assert fit.notes(ARGUMENTS, TARGET, replace(mimo, has_mask_embedding=True)) == ()
+
+
 def test_padding_and_target_tensors_are_noted(draft: Checkpoint) -> None:
     padded = replace(draft, vocab_size=120, borrowed={"lm_head.weight": (128, 64), "embed_tokens.weight": (128, 64)})
     assert fit.notes(ARGUMENTS, TARGET, padded) == (
