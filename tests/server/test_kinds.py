@@ -145,7 +145,7 @@ def changed_copy(draft: Path, folder: Path) -> Path:
     tensors = load_file(draft / "model.safetensors")
     for name, tensor in tensors.items():
         if "fc.weight" in name or ".o_proj" in name or name.endswith("norm.weight"):
-            tensor += 0.2 * tensor.std() * torch.randn_like(tensor)
+            tensor += 0.6 * tensor.std() * torch.randn_like(tensor)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if (folder / MASK_EMBEDDING).exists():
         row = torch.load(folder / MASK_EMBEDDING)

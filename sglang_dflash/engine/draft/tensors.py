@@ -118,7 +118,7 @@ def converted(checkpoint: Checkpoint, name: str, tensor: Any) -> Any:
     if checkpoint.attention_value_scale != 1.0 and name.endswith("o_proj.weight"):
         return tensor * checkpoint.attention_value_scale
     if checkpoint.use_gemma_norm and name.endswith("norm.weight"):
-        return tensor + 1
+        tensor = tensor + 1  # the norms of q and k are also reordered
     if not checkpoint.rope_is_neox_style and (".q_" in name or ".k_" in name):
         heads = tensor.reshape(-1, checkpoint.head_dim // 2, 2, *tensor.shape[1:])
         return heads.swapaxes(1, 2).reshape(tensor.shape)

@@ -238,6 +238,14 @@ def test_a_norm_without_its_one_is_completed() -> None:
     ]  # fmt: skip
 
 
+def test_a_norm_of_neighbouring_pairs_is_made_whole_and_reordered() -> None:
+    config, stored = make_config(rope_is_neox_style=False, use_gemma_norm=True), torch.arange(8.0)
+    ((_, norm),) = apart(config, [("layers.0.self_attn.k_norm.weight", stored)])
+    assert norm.tolist() == [1, 3, 5, 7, 2, 4, 6, 8]
+    ((_, norm),) = apart(config, [("norm.weight", stored)])
+    assert norm.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 def test_scores_of_partly_rotated_heads_are_those_of_converted_heads() -> None:
     """SGLang's rope for the first dimensions of a head, and this package's for whole heads, on converted weights."""
     torch.manual_seed(0)
