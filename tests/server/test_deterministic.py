@@ -21,7 +21,7 @@ REHEARSED = (("SGLANG_DFLASH_REHEARSE", "sm90"),)
 WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "dense": ("dense", VARIANTS["dense"].flags, SEEDED_ENV),
     "hybrid": ("hybrid", VARIANTS["hybrid"].flags, SEEDED_ENV),
-    "fa3-graphs": ("hybrid", (*FA3, *GRAPHS), dict(REHEARSED)),
+    "fa3-graphs": ("hybrid", (*FA3, *GRAPHS), SEEDED_ENV | dict(REHEARSED)),
 }
 
 
