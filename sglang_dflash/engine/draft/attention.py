@@ -27,9 +27,6 @@ from sglang_dflash.engine.draft.record import Checkpoint
 FP32_SINKS = ("trtllm_mha",)  # backends that read attention sinks in fp32; others read them in the draft's dtype
 
 
-FP32_SINKS = ("trtllm_mha",)  # backends that read attention sinks in fp32; others read them in the draft's dtype
-
-
 class DraftAttention(nn.Module):
     """Attention of one draft layer: full layers attend to context and block, sliding layers to a window.
 

@@ -9,6 +9,7 @@ tensors that the fields imply, apart from unused ones (`files.BORROWED`). `read`
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sglang_dflash.engine.draft import files as draft_files
@@ -45,26 +46,25 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
         ValueError: the checkpoint cannot be read, is incomplete, or contradicts itself.
         NotSupported: the checkpoint is a valid draft, but not a DFlash draft, or has an unsupported field.
     """
-    checkpoint = parse(read_config(path, revision), path)
+    checkpoint = parse(completed(draft_files.read_config(path, revision), path, revision), path)
     stored = packed.plain_shapes(draft_files.tensor_headers(path, revision), checkpoint.packing, path)
     found = apart_shapes(checkpoint, stored)
     unused = set(draft_files.BORROWED) - expected_shapes(checkpoint).keys()
     borrowed = {name: found.pop(name) for name in unused & found.keys()}
     check_tensors(checkpoint, found)
-    if file := draft_files.extra_file(path, draft_files.MASK_EMBEDDING, revision):
+    if checkpoint.mask_file:
         with suppress(ModuleNotFoundError):  # without torch, as for MLX, no draft with such a file is served
-            read_row(checkpoint, file)
+            read_row(checkpoint, Path(checkpoint.mask_file))
     return replace(checkpoint, borrowed=borrowed)
 
 
-def read_config(path: str, revision: str | None = None) -> dict[str, Any]:
-    """Return `config.json`, completed by what other files of the draft say: ModelOpt's own, and a mask token's row.
+def completed(config: dict[str, Any], path: str, revision: str | None) -> dict[str, Any]:
+    """Return a config with what other files of the draft say: ModelOpt's own, and the file of a mask token's row.
 
     Raises:
-        ValueError: see `files.read_config`.
+        ValueError: see `packed.with_modelopt_config`.
     """
-    config = packed.with_modelopt_config(draft_files.read_config(path, revision), path, revision)
-    return with_mask_file(config, path, revision)
+    return with_mask_file(packed.with_modelopt_config(config, path, revision), path, revision)
 
 
 def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
@@ -129,6 +129,7 @@ def _kind(config: Mapping[str, Any], fields: Fields, path: str) -> dict[str, Any
         "gru_hidden_dim": fields.count("gru_hidden_dim", 0, least=0),
         "emb_dim": fields.count("emb_dim", 0, least=0),
         "has_mask_embedding": bool(config.get("has_mask_embedding")),
+        "mask_file": config.get("mask_file", ""),
         "attention_sink_bias": bool(inner.get("attention_sink_bias", False)),
         "attention_value_scale": float(fields.number("attention_value_scale", 1.0)),
         "gating": _gating(config.get("gating", is_laguna), path),

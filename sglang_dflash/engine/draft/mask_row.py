@@ -21,8 +21,9 @@ FETCH = "fetch the draft again"
 
 
 def with_mask_file(config: dict[str, Any], path: str, revision: str | None) -> dict[str, Any]:
-    """Return a config with `has_mask_embedding`, if the draft has the file."""
-    return config | {"has_mask_embedding": True} if extra_file(path, MASK_EMBEDDING, revision) else config
+    """Return a config with `has_mask_embedding` if the draft has the file, and its path, which no config may name."""
+    file = extra_file(path, MASK_EMBEDDING, revision)
+    return config | {"mask_file": str(file or "")} | ({"has_mask_embedding": True} if file else {})
 
 
 def read_row(draft: Checkpoint, file: Path) -> torch.Tensor:

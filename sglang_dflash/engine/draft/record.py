@@ -103,6 +103,7 @@ class Checkpoint:
     shift_label: bool = False  # Domino: slot i predicts the token of slot i + 1, and the last slot nothing
     gru_hidden_dim: int = 0  # Domino: width of the state that summarises the tokens drafted so far; 0: no Domino
     emb_dim: int = 0  # Domino: rank of the correction of the logits
+    mask_file: str = field(default="", compare=False)  # path of mask_embedding.pt; "": none
     packing: Packing | None = field(default=None, compare=False)  # format of quantized weights; None: not quantized
     # Shapes of the unused tensors in the draft's files (see `files.BORROWED`), by name.
     borrowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -218,7 +219,7 @@ class Checkpoint:
         architecture = fields.pop("architecture")
         causal = True if fields.pop("full_is_causal") else None
         is_causal = causal if fields.pop("sliding_is_causal") else False
-        del fields["borrowed"], fields["path"], fields["packing"]
+        del fields["borrowed"], fields["path"], fields["packing"], fields["mask_file"]
         theta = self.rope_parameters["rope_theta"]
         return {
             "architectures": [DFLASH_2 if self.selector_rank and architecture == DFLASH else architecture],

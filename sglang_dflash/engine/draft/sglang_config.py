@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, Qwen3Config
@@ -79,12 +78,11 @@ def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
     with suppress(ValueError):
         config = draft_files.read_config(model, revision)
         if names_draft(config):
-            mask_file = draft_files.extra_file(model, draft_files.MASK_EMBEDDING, revision)
-            return sglang_config(checkpoint.parse(checkpoint.read_config(model, revision), model), mask_file)
+            return sglang_config(checkpoint.parse(checkpoint.completed(config, model, revision), model))
     return None
 
 
-def sglang_config(draft: Checkpoint, mask_file: Path | None = None) -> PretrainedConfig:
+def sglang_config(draft: Checkpoint) -> PretrainedConfig:
     """Return the draft's fields as a Transformers config, with what SGLang does not pass to the model's loader.
 
     This is the files' format of quantized weights as `packing`, and the file of the mask token's row as `mask_file`.
@@ -94,5 +92,5 @@ def sglang_config(draft: Checkpoint, mask_file: Path | None = None) -> Pretraine
     """
     config = Qwen3Config.from_dict(draft.to_json())
     config._name_or_path, config.packing = draft.path, draft.packing
-    config.mask_file = str(mask_file or "")
+    config.mask_file = draft.mask_file
     return config

@@ -17,7 +17,6 @@ from typing import Any
 
 from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft.dialects import is_draft
-from sglang_dflash.engine.draft.files import MASK_EMBEDDING, extra_file
 from sglang_dflash.engine.draft.pair import check_borrowed
 from sglang_dflash.engine.draft.record import ADDED, RARE, Checkpoint
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
@@ -66,7 +65,7 @@ def own_checkpoint_only(
                 return False, str(error)
             config = updater.get_model().config
             config.packing = new.packing
-            config.mask_file = str(extra_file(model_path, MASK_EMBEDDING, None) or "")
+            config.mask_file = new.mask_file
         return stock(updater, model_path, *args, **kwargs)
 
     return update

@@ -69,8 +69,8 @@ class DraftModel(Draft):
         # Here the first dimensions of a head are rotated as they are stored.
         rope = {name: value for name, value in stored.rope_parameters.items() if name != "rope_dim"}
         state = tensors.tensors_of(replace(stored, rope_parameters=rope), folder, load_file, unpack)
-        if stored.has_mask_embedding:
-            state[MASK_ROW] = read_row(stored, folder / files.MASK_EMBEDDING).to(vars(torch)[stored.dtype])
+        if stored.mask_file:
+            state[MASK_ROW] = read_row(stored, Path(stored.mask_file)).to(vars(torch)[stored.dtype])
         draft.load_state_dict(state, assign=True)
         draft.requires_grad_(False)
         return draft.to(device=device, dtype=dtype).eval()

@@ -63,7 +63,7 @@ def first_drafts_accepted(
 ) -> dict[int, float]:
     """Return the share of anchors whose next token the right slot predicts (key 0), and the other (key 1, shifted).
 
-    The right slot is the first of those that predict drafts, see `Draft.predicting`.
+    The first of the slots that predict drafts is right, see `Draft.predicting`.
 
     Args:
         text: int64 [tokens].

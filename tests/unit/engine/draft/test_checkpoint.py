@@ -220,7 +220,8 @@ def test_a_repositorys_mask_embedding_is_found(folder, monkeypatch: pytest.Monke
 
     (folder / files.MASK_EMBEDDING).write_bytes(b"")
     monkeypatch.setattr(files, "hf_hub_download", download)
-    assert checkpoint.read_config("someone/draft", "v1")["has_mask_embedding"]
+    config = files.read_config("someone/draft", "v1")
+    assert checkpoint.completed(config, "someone/draft", "v1")["has_mask_embedding"]
     assert ("someone/draft", "mask_embedding.pt", "v1") in asked
 
 

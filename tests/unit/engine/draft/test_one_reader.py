@@ -286,6 +286,7 @@ def test_every_field_is_written(write: Callable) -> None:
         has_embed_tokens=True, use_gemma_norm=True, rope_is_neox_style=False, hidden_act="swigluoai", swiglu_alpha=1.7,
         swiglu_limit=7.0,
         norms_features=True, gating="per-head", sample_from_anchor=True, embeds_scaled=False, has_mask_embedding=True,
+        mask_file="mask_embedding.pt",
         attention_sink_bias=True, attention_value_scale=0.5,
         packing=Packing("fp8", "F8_E4M3", 8, (0, 0), ()),
     )  # fmt: skip

@@ -134,11 +134,11 @@ def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
 def test_all_fields_that_models_are_built_from_are_compared() -> None:
     """`require_like` compares the fields `BUILT`, from which a draft's model is built.
 
-    For three of the other nine fields it has separate rules: `block_size`, `num_target_layers` and `vocab_size`.
+    For three of the other ten fields it has separate rules: `block_size`, `num_target_layers` and `vocab_size`.
     """
     left_out = {
         "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",
-        "architecture", "packing",
+        "architecture", "packing", "mask_file",
     }  # fmt: skip
     assert set(vars(SERVED)) - set(BUILT) == left_out
 
