@@ -147,6 +147,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     draft_window = fit.window(arguments, draft, block_size)
     fit.check_sessions(arguments, draft_window)
     fit.check_rings(arguments, draft_window)
+    fit.check_disaggregation(arguments, draft)
     no_copies = _no_copies(arguments, flags)
     verifies = arguments.disaggregation != "prefill"
     whole_blocks = why_whole_blocks(arguments, target, flags) if verifies else ""

@@ -80,8 +80,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> None:
         """Load the draft. The target is already loaded. The memory pools of both are created later."""
         super().__init__()
-        self._target_worker = target_worker
-        self.target_runner = target_worker.model_runner
+        self._target_worker, self.target_runner = target_worker, target_worker.model_runner
         self.device = target_worker.device
         if self.target_runner.lora_manager is not None:
             contract.check(SECTIONS["lora"])
@@ -104,8 +103,8 @@ class DFlashWorker(BaseSpecWorker):
         keep_hidden_states(self.target_runner.model)
         # The last position can be two widest verifies past the longest context: one in flight and one being planned.
         max_position = self.target_runner.model_config.context_len + 2 * config.widest
-        backend, fp8_head = config.draft_attention_backend, config.flags.fp8_head
-        self.draft_runner.model.attach(ends, max_position, backend, fp8_head=fp8_head)
+        draft, fp8_head = self.draft_runner.model, config.flags.fp8_head
+        draft.attach(ends, max_position, config.draft_attention_backend, fp8_head=fp8_head)
 
     # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
 
@@ -131,6 +130,7 @@ class DFlashWorker(BaseSpecWorker):
                 req_to_token_pool=table,
                 token_to_kv_pool_allocator=token_to_kv_pool_allocator,
             )
+        self.draft_runner.model.make_room(len(self.draft_runner.req_to_token_pool.req_to_token))
 
     def init_hicache_draft_plan(self) -> None:
         """Plan the hierarchical cache's copies of the draft's K/V to the host and back, together with the target's.

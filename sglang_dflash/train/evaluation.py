@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sglang_dflash.reference.torch import DraftModel
+from sglang_dflash.reference.torch.draft import Begin
 from sglang_dflash.reference.torch.generate import draft_logits
 from sglang_dflash.reference.torch.target import stop_token_ids
 from sglang_dflash.train.features import read_rows
@@ -120,7 +121,7 @@ class Answers:
             embeddings_ANH = draft.embeddings(tokens_AN, self.target.get_input_embeddings())
             hidden_ADH = draft.predicting(draft(embeddings_ANH[None], context, at_A[None])[0])
             logits_ADV, embed = draft_logits(hidden_ADH, self.target), self.target.get_input_embeddings()
-            guesses_AD = draft.guesses(hidden_ADH, logits_ADV, text[at_A], embed)
+            guesses_AD = draft.guesses(hidden_ADH, logits_ADV, Begin.at(text[at_A], context, at_A), embed)
             is_right_AD = guesses_AD == text[at_A[:, None] + torch.arange(1, D + 1, device=device)]
             found += is_right_AD.long().cumprod(-1).sum(-1).tolist()
         return found

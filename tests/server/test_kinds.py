@@ -41,8 +41,8 @@ SLIDING = {name for name, kind in KINDS.items() if "sliding_window" in kind.fiel
 SINKS = {name for name, kind in KINDS.items() if "attention_sink_bias" in kind.fields}
 # Kinds of a way that is not for all: those whose code depends on ranks, or on what the way adds.
 ONLY = {
-    "two-ranks": ("reduced", "reduced-anchor-first", "laguna-per-element", "domino", "gemma-norms"),
-    "flashinfer-graphs-window": ("reduced-anchor-first", "laguna", "jetspec", "domino", "modelopt"),
+    "two-ranks": ("reduced", "reduced-anchor-first", "laguna-per-element", "domino", "lilicorr", "gemma-norms"),
+    "flashinfer-graphs-window": ("reduced-anchor-first", "laguna", "jetspec", "domino", "lilicorr", "modelopt"),
     "fa3-graphs-two-ranks": ("mimo", "reduced", "laguna", "domino-shifted"),
     "trtllm-graphs": ("sinks", "jetspec", "reduced-anchor-first"),
 }
@@ -54,10 +54,11 @@ STOCK = {
     "causal": "cpu",
     "gemma-norms": "cpu",
     "swiglu": "cpu",
+    "lilicorr": "cpu",
     "mimo-sliding": "fa3-graphs",
 }
 # Kinds whose files are converted while they load, with a way.
-UPDATED = {"reduced": "cpu", "laguna": "cpu", "gemma-norms": "cpu", "domino": "cpu", "nemotron": "cpu"}
+UPDATED = dict.fromkeys(("reduced", "laguna", "gemma-norms", "domino", "lilicorr", "nemotron"), "cpu")
 UPDATED |= {"mimo": "fa3-graphs"}
 
 

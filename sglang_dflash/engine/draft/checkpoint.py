@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.engine.draft import files as draft_files
-from sglang_dflash.engine.draft import packed
+from sglang_dflash.engine.draft import lilicorr_fields, packed
 from sglang_dflash.engine.draft.dialects import LAYERS, in_our_words
 from sglang_dflash.engine.draft.fields import Fields
 from sglang_dflash.engine.draft.mask_row import read_row, with_mask_file
@@ -128,6 +128,7 @@ def _kind(config: Mapping[str, Any], fields: Fields, path: str) -> dict[str, Any
         "shift_label": bool(inner.get("shift_label", False)),
         "gru_hidden_dim": fields.count("gru_hidden_dim", 0, least=0),
         "emb_dim": fields.count("emb_dim", 0, least=0),
+        "lilicorr": lilicorr_fields.sizes_of(config, path),
         "has_mask_embedding": bool(config.get("has_mask_embedding")),
         "mask_file": config.get("mask_file", ""),
         "attention_sink_bias": bool(inner.get("attention_sink_bias", False)),

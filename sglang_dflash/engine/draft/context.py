@@ -47,9 +47,11 @@ class ContextProjection:
         self.first_k_row = first.q_size
         self.kv_shape = (2, first.n_kv_heads, first.head_dim)
 
-    def __call__(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E]."""
-        fused = self.fuse(features_TC)
+    def kv(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E].
+
+        `fused`: context rows that `fuse` returned, [T, H].
+        """
         if self.norm_LH is not None:
             fused = F.rms_norm(fused, fused.shape[-1:], eps=self.eps) * self.norm_LH[:, None]  # [L, T, H]
         if self.qkv_LXH is None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from sglang_dflash.engine.draft.lilicorr_fields import PREFIX, LiLiCorrSizes
 from sglang_dflash.engine.draft.packed import Packing
 from sglang_dflash.engine.draft.variants import DFLASH, DFLASH_2, GIVE
 from sglang_dflash.errors import NotSupported
@@ -103,6 +104,7 @@ class Checkpoint:
     shift_label: bool = False  # Domino: slot i predicts the token of slot i + 1, and the last slot nothing
     gru_hidden_dim: int = 0  # Domino: width of the state that summarises the tokens drafted so far; 0: no Domino
     emb_dim: int = 0  # Domino: rank of the correction of the logits
+    lilicorr: LiLiCorrSizes | None = None  # head that chooses among each slot's candidates; None: no LiLiCorr
     mask_file: str = field(default="", compare=False)  # path of mask_embedding.pt; "": none
     packing: Packing | None = field(default=None, compare=False)  # format of quantized weights; None: not quantized
     # Shapes of the unused tensors in the draft's files (see `files.BORROWED`), by name.
@@ -145,6 +147,7 @@ class Checkpoint:
             raise ValueError(
                 f"{path}: a Domino draft has vocab_size and the whole vocabulary, and no selector; fix config.json"
             )
+        self._check_lilicorr()
         if self.selector_rank and self.draft_vocab_size:
             raise ValueError(
                 f"{path}: draft_vocab_size {self.draft_vocab_size} with a candidate selector, which needs the whole "
@@ -168,6 +171,26 @@ class Checkpoint:
         if self.selector_top_k > (self.vocab_size or 0):
             raise ValueError(
                 f"{self.path}: selector_top_k {self.selector_top_k} exceeds vocab_size {self.vocab_size}; "
+                "fix config.json"
+            )
+
+    def _check_lilicorr(self) -> None:
+        """Check the fields of a LiLiCorr head."""
+        sizes = self.lilicorr
+        if sizes is None:
+            return
+        others = ("selector_rank", "gru_hidden_dim", "draft_vocab_size", "sample_from_anchor")
+        if found := [name for name in others if vars(self)[name]]:
+            raise ValueError(f"{self.path}: {found[0]} is set, and a LiLiCorr draft has no such part; fix config.json")
+        width = sizes.hidden_size or self.hidden_size
+        if width % sizes.num_heads:
+            raise ValueError(
+                f"{self.path}: lilicorr_num_heads {sizes.num_heads} does not divide the head's width {width}; "
+                "fix config.json"
+            )
+        if self.vocab_size is None or sizes.candidate_topk > self.vocab_size:
+            raise ValueError(
+                f"{self.path}: lilicorr_candidate_topk {sizes.candidate_topk} exceeds vocab_size {self.vocab_size}; "
                 "fix config.json"
             )
 
@@ -203,7 +226,7 @@ class Checkpoint:
 
     def unlike_z_lab(self) -> list[str]:
         """Return the names of the fields by which this draft's computation differs from z-lab's DFlash and DFlash 2."""
-        names = ("norms_features", "full_is_causal", "gating", *RARE, *(ADDED.keys() - SECOND.keys()))
+        names = ("norms_features", "full_is_causal", "gating", "lilicorr", *RARE, *(ADDED.keys() - SECOND.keys()))
         unlike = [name for name in names if vars(self)[name] != Checkpoint.__dataclass_fields__[name].default]
         return sorted([*unlike, *(["rope_dim"] if self.rotary_width != self.head_dim else [])])
 
@@ -214,6 +237,8 @@ class Checkpoint:
         dflash |= {name: value for name in ADDED if (value := fields.pop(name)) != ADDED[name]}
         if self.gru_hidden_dim:
             dflash["shift_label"] = self.shift_label  # SGLang requires it
+        del fields["lilicorr"]
+        dflash |= {PREFIX + name: value for name, value in self.lilicorr._asdict().items()} if self.lilicorr else {}
         rare = {name: fields.pop(name) for name in RARE}
         is_laguna, gating = fields.pop("norms_features"), fields.pop("gating")
         architecture = fields.pop("architecture")

@@ -10,7 +10,7 @@ Kinds of drafts differ in five questions, each answered by one module, from the 
     how features become context       context.py
     how a block is laid out           layout.py
     what a slot attends to            attention.py
-    how hidden states become tokens   fill.py, target_ends.py, second.py, domino.py
+    how hidden states become tokens   fill.py, target_ends.py, second.py, domino.py, lilicorr.py
 
 Paper: DFlash, arXiv 2602.06036, section 3. Dimensions: T rows (B requests x N block tokens, or packed prompt tokens), L
 draft layers, G KV heads, E head width, H hidden, C features (captured layers x H).
@@ -39,8 +39,9 @@ from sglang_dflash.engine.draft.attention import FP32_SINKS, DraftAttention
 from sglang_dflash.engine.draft.context import ContextProjection, FeatureNorms
 from sglang_dflash.engine.draft.domino import Domino
 from sglang_dflash.engine.draft.files import own_name
-from sglang_dflash.engine.draft.fill import Filling, filled
+from sglang_dflash.engine.draft.fill import Blocks, Filling, filled
 from sglang_dflash.engine.draft.layout import Layout
+from sglang_dflash.engine.draft.lilicorr import Last, LiLiCorr
 from sglang_dflash.engine.draft.mask_row import MASK_ROW, read_row
 from sglang_dflash.engine.draft.packed import unpacked
 from sglang_dflash.engine.draft.record import Checkpoint
@@ -146,14 +147,15 @@ class DFlashDraftModel(nn.Module):
             [RMSNorm(hidden, eps=eps) for _ in range(n_captured if fields.norms_features else 0)]
         )
         self.candidate_selector, self.domino = SGLangCandidateSelector.of(fields), Domino.of(fields)
-        choosing = self.candidate_selector or self.domino
+        self.lilicorr = LiLiCorr.of(fields)
+        choosing = self.candidate_selector or self.domino or self.lilicorr
         if fields.draft_vocab_size:
             d2t_D = torch.zeros(fields.draft_vocab_size, dtype=torch.int64)
             self.d2t = nn.Parameter(d2t_D, requires_grad=False)
         if fields.has_mask_row:
             self.mask_embedding = nn.Parameter(torch.zeros(hidden), requires_grad=False)
         layout = Layout.of(sample_from_anchor=fields.sample_from_anchor, shift_label=fields.shift_label)
-        self.filling = Filling(layout, None if choosing is None else choosing.path)
+        self.filling = Filling(layout, None if choosing is None else choosing.path, by_row=self.lilicorr is not None)
         self.needed, self.loaded = checkpoint_names(dict(self.named_parameters())), set[str]()
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -197,6 +199,11 @@ class DFlashDraftModel(nn.Module):
         self.context = ContextProjection(self._fuse(), attentions, input_norms if is_laguna else None)
         self.k_norm_LE = lay_side_by_side([a.k_norm.weight for a in attentions])
 
+    def make_room(self, n_rows: int) -> None:
+        """Allocate what the draft keeps for each row of the request table. Call this before graphs are captured."""
+        if self.lilicorr is not None:
+            self.lilicorr.make_room(n_rows)
+
     def _fuse(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function from features [T, C] to hidden states [T, H]."""
         if not self.fields.norms_features:
@@ -230,13 +237,19 @@ class DFlashDraftModel(nn.Module):
         for layer in self.layers:
             hidden_TH, residual_TH = layer(positions, hidden_TH, residual_TH, forward_batch)
         hidden_TH, _ = self.norm(hidden_TH, residual_TH)
-        blocks_BN = input_ids.view(forward_batch.batch_size, -1)
-        tokens_BN = filled(hidden_TH, blocks_BN, self.filling, self.ends, n_filled)
+        blocks = Blocks(input_ids.view(forward_batch.batch_size, -1), forward_batch.req_pool_indices)
+        tokens_BN = filled(hidden_TH, blocks, self.filling, self.ends, n_filled)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=tokens_BN.view(-1))
 
-    def context_kv(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E]."""
-        return self.context(features_TC)
+    def context_kv(self, features_TC: torch.Tensor, last: Last | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E].
+
+        `last`: a LiLiCorr draft keeps the context of these tokens; None: of no token.
+        """
+        context_TH = self.context.fuse(features_TC)
+        if last is not None and self.lilicorr is not None:
+            self.lilicorr.last.keep(last, context_TH)
+        return self.context.kv(context_TH)
 
     @property
     def is_quantized(self) -> bool:

@@ -25,6 +25,7 @@ from sglang_dflash.errors import STOCK, NotSupported
 # Method of a target that SGLang's own worker calls if the target has it. No model in SGLang 0.5.23 has this method.
 SCALE = "get_dflash_noise_embedding_scale"
 
+ROWS = 64  # rows of logits that are converted to fp32 at a time
 Embed = Callable[[torch.Tensor], torch.Tensor]  # token ids -> hidden
 # (values, k) -> the k largest values of the last dimension and their indices, largest first.
 TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -186,7 +187,22 @@ def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[
     The largest logit comes first. All ranks return equal results. Each rank sends K logits and token ids per row
     instead of its shard of the logits.
     """
-    logits_TK, token_TK = ends.top_k(head_logits(hidden_TH, ends), k)
+    return best_of(head_logits(hidden_TH, ends), ends, k)
+
+
+def most_probable(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same tokens as `best_candidates`, and their log-probabilities over the whole vocabulary, fp32."""
+    logits_TV = head_logits(hidden_TH, ends)
+    token_TK, logits_TK = best_of(logits_TV, ends, k)
+    total_T = torch.cat([part.float().logsumexp(-1) for part in logits_TV.split(ROWS)])  # fp32 for a part at a time
+    if ends.tp_group is not None:
+        total_T = ends.tp_group.all_gather(total_T[None], dim=0).logsumexp(0)
+    return token_TK, logits_TK - total_T[:, None]
+
+
+def best_of(logits_TV: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the candidates of `best_candidates` for the logits of this rank's shard."""
+    logits_TK, token_TK = ends.top_k(logits_TV, k)
     logits_TK, token_TK = logits_TK.float(), token_TK.long() + ends.first_token
     if ends.tp_group is None:
         return token_TK, logits_TK

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_dflash.engine.draft import files as draft_files
+from sglang_dflash.engine.draft import lilicorr_fields
 from sglang_dflash.engine.draft.mask_row import MASK_ROW
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.variants import GIVE
@@ -40,6 +41,8 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         shapes["domino.prefix_gru.weight_hh_l0"] = (3 * state, state)
         shapes["domino.embed_proj.0.weight"] = (checkpoint.emb_dim, hidden + state)
         shapes["domino.embed_proj.2.weight"] = (checkpoint.vocab_size or 0, checkpoint.emb_dim)
+    if checkpoint.lilicorr:
+        shapes |= lilicorr_fields.shapes(checkpoint.lilicorr, hidden, checkpoint.block_size)
     if checkpoint.draft_vocab_size:
         shapes["d2t"] = (checkpoint.draft_vocab_size,)
     if taps := checkpoint.conv_kernel_size:
@@ -115,6 +118,8 @@ def converted(checkpoint: Checkpoint, name: str, tensor: Any) -> Any:
     rotated, their halves move to the beginnings of the head's halves, see `rotary.PartRotary`. A factor of the values
     becomes a factor of the output projection, which costs nothing in a step.
     """
+    if name.startswith(lilicorr_fields.HEAD):
+        return tensor
     if checkpoint.attention_value_scale != 1.0 and name.endswith("o_proj.weight"):
         return tensor * checkpoint.attention_value_scale
     if checkpoint.use_gemma_norm and name.endswith("norm.weight"):

@@ -7,6 +7,7 @@ loaded as DFlash without an error, and hardly any draft would be accepted.
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_dflash.engine.draft import lilicorr_fields
 from sglang_dflash.errors import STOCK, NotSupported
 
 DFLASH, DFLASH_2 = "DFlashDraftModel", "DFlash2DraftModel"
@@ -19,6 +20,7 @@ ARCHITECTURES = {
     "MuseGlimmerAssistantModel": DFLASH,
     LAGUNA: DFLASH,
     "DominoDraftModel": DFLASH,  # trainer SpecForge
+    lilicorr_fields.LILICORR: DFLASH,
     DFLASH_2: DFLASH_2,
     "DFlash2BeamDraftModel": DFLASH_2,
     "MiniMaxDFlash2DraftModel": DFLASH_2,
@@ -33,14 +35,10 @@ DOMINO = ("shift_label", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
 
 # Names of other drafters, by the keys (or prefixes of keys) that they have in `dflash_config`.
 VARIANT_KEYS = {
-    "lilicorr_": "LiLiCorr",
     "markov_": "DSpark",
     "enable_confidence": "DSpark",
 }
 
-# Drafts that SGLang's own DFLASH worker computes, by field and value. It cannot serve the others, because it ignores
-# their fields and tensors without an error.
-SERVED_BY_STOCK = {"architectures": ("LiLiCorrDraftModel",)}
 GIVE = "give a DFlash draft"
 # Keys of config.json that must equal another key, if both are given.
 EQUAL = {"target_hidden_size": "hidden_size", "v_head_dim": "head_dim"}
@@ -73,6 +71,7 @@ KEYS = {
     "attention_value_scale",
     *ANCHOR_FIRST,
     *DOMINO,
+    *lilicorr_fields.FIELDS,
 }
 # Keys of `dflash_config` that trainers write and that do not change what a draft computes.
 TRAINING_KEYS = {
@@ -105,9 +104,9 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
     if not isinstance(architectures, list):
         raise ValueError(f"{path}: architectures is {architectures!r}, not a list; fix config.json")
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        cure = "serve it with --speculative-algorithm DSPARK" if {*architectures} & {*DSPARK} else GIVE
         raise NotSupported(
-            f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {DFLASH} or {DFLASH_2}; "
-            f"{cure('architectures', *architectures)}"
+            f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {DFLASH} or {DFLASH_2}; {cure}"
         )
     dflash = config.get("dflash_config")
     if not isinstance(dflash, dict):
@@ -116,8 +115,8 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
             f"give a DFlash draft, or {STOCK}"
         )
     projector = dflash.get("projector_type", config.get("projector_type"))
-    if projector not in (None, "dflash", "dflash2", "domino"):
-        raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash; {cure('projector_type', projector)}")
+    if projector not in (None, "dflash", "dflash2", "domino", "lilicorr"):
+        raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash; {GIVE}")
     if projector == "domino" and dflash.get("pure_draft_prefix_len") != 1:
         raise NotSupported(
             f"{path}: pure_draft_prefix_len={dflash.get('pure_draft_prefix_len')!r} is not 1 (Domino corrects every "
@@ -134,7 +133,7 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
         value = config.get(key, expected)
         if value not in (expected, None) and (value or expected is not None):
             wanted = repr(expected) if expected is not None else f"no {key}"
-            raise NotSupported(f"{path}: {key}={value!r} is not DFlash (which has {wanted}); {cure(key, value)}")
+            raise NotSupported(f"{path}: {key}={value!r} is not DFlash (which has {wanted}); {GIVE}")
     _refuse_unequal(config, path)
 
 
@@ -143,14 +142,6 @@ def _refuse_unequal(config: Mapping[str, Any], path: str) -> None:
         value, expected = config.get(key), config.get(other)
         if None not in (value, expected) and value != expected:
             raise NotSupported(f"{path}: {key} {value} is not {other} {expected}, as in DFlash; {GIVE}")
-
-
-def cure(field: str, *values: Any) -> str:
-    """Return the cure for a draft with another drafter's field. SGLang's own worker is one if it computes the draft."""
-    if len(values) == 1 and values[0] in DSPARK:
-        return "serve it with --speculative-algorithm DSPARK"
-    is_served = len(values) == 1 and values[0] in SERVED_BY_STOCK.get(field, ())
-    return f"{GIVE}, or {STOCK}" if is_served else GIVE
 
 
 def _refuse_key(path: str, key: str, value: Any) -> None:

@@ -27,7 +27,7 @@ Update = Callable[..., tuple[bool, str]]
 BUILT = (
     "target_layer_ids", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "hidden_size",
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
-    "attention_bias", "sliding_is_causal", "full_is_causal", "norms_features", "gating", *RARE, *ADDED,
+    "attention_bias", "sliding_is_causal", "full_is_causal", "norms_features", "gating", "lilicorr", *RARE, *ADDED,
 )  # fmt: skip
 
 

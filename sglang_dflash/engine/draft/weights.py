@@ -11,6 +11,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_dflash.engine.draft.files import BORROWED, ROTARY, own_name
+from sglang_dflash.engine.draft.lilicorr_fields import HEAD
 from sglang_dflash.engine.draft.pair import unused
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
     Example: `a.q_proj.weight` -> `a.qkv_proj.weight`, (`q`,).
     """
     for part, (fused, shard) in FUSED.items():
-        if f".{part}." in name:
+        if f".{part}." in name and not name.startswith(HEAD):
             return name.replace(part, fused), (shard,)
     return name, ()
 

@@ -23,7 +23,9 @@ def block_size(arguments: Arguments, draft: Checkpoint) -> int:
         ValueError: the launch sets a block that is too long or shorter than 2 tokens.
     """
     trained = draft.n_drafts + 1
-    asked, most = trained if arguments.block_size is None else arguments.block_size, max(trained, LONGEST)
+    # LiLiCorr has an embedding for each trained slot, so its blocks cannot be longer.
+    most = max(trained, LONGEST) if draft.lilicorr is None else trained
+    asked = trained if arguments.block_size is None else arguments.block_size
     if draft.sliding_window is not None:  # attention backends assume that no window cuts a block
         most = min(most, draft.sliding_window)
     if not 2 <= asked <= most:
@@ -79,6 +81,16 @@ def check_rings(arguments: Arguments, draft_window: int | None) -> None:
         raise NotSupported(
             f"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 is not supported with a draft window of {draft_window} tokens "
             "(the ring buffers would get as many KV slots as the target); set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0"
+        )
+
+
+def check_disaggregation(arguments: Arguments, draft: Checkpoint) -> None:
+    """Refuse disaggregation for a draft that keeps more of a prompt than K/V, or raise NotSupported."""
+    if draft.lilicorr is not None and arguments.disaggregation != "null":
+        raise NotSupported(
+            f"--disaggregation-mode {arguments.disaggregation} is not supported with a LiLiCorr draft ({draft.path}: "
+            "it also reads the context of the last prompt token, which is not sent with the K/V); drop "
+            "--disaggregation-mode, or give another draft"
         )
 
 

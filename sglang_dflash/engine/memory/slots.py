@@ -7,6 +7,7 @@ RingSlots     For a draft with a sliding window: a ring buffer of KV slots per r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +36,7 @@ class PromptRows(NamedTuple):
     rows_T: torch.Tensor | None  # int64, indices of the kept rows in the prefill; None: all rows
     positions_T: torch.Tensor  # int64, position of each kept row
     slots_T: torch.Tensor  # int64, KV slot of each kept row
+    n_rows_B: Sequence[int]  # number of kept rows of each request
 
 
 class DraftSlots(Protocol):
@@ -73,7 +75,7 @@ class SharedSlots:
         # "triton" selects the device kernel. On the CPU SGLang uses the torch form for any other name.
         form = "torch" if device.type == "cpu" else "triton"
         positions_T, _ = compute_position(form, prefix_B, new_B, sum(batch.extend_lens))
-        return PromptRows(None, positions_T, batch.out_cache_loc)
+        return PromptRows(None, positions_T, batch.out_cache_loc, batch.extend_lens)
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
         """Return False, because a cached prefix of the target is also in the draft's pool."""
@@ -161,7 +163,7 @@ class RingSlots:
         slots_T = np.repeat(rows_B * self.size, kept_B) + positions_T % self.size
         where_3T = async_h2d_stack([torch.from_numpy(x_T) for x_T in (rows_T, positions_T, slots_T)], device=device)
         all_kept = len(rows_T) == last_B[-1]
-        return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2])
+        return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2], kept_B.tolist())
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
         """Return whether the request's ring lacks a context token within the window."""

@@ -53,6 +53,8 @@ RING = {"catch_up": 20, "draft": 20, "append": 8}
 # Further launches if the draft norms captured layers and each layer's context (Laguna): two norms without weights, and
 # two products with weights. On a GPU these are 4 launches.
 NORMS = {"catch_up": 6, "append": 6}
+# Further launches with which LiLiCorr keeps the context of each request's last token, the same number on a GPU.
+LAST = {"catch_up": 3, "append": 5}
 FLASHINFER_WINDOWS = 48  # further launches with which FlashInfer plans the windows of sliding draft layers
 FLASHINFER_PLAN = 19  # launches with which FlashInfer plans a forward, equal on a GPU and in the emulation
 
@@ -61,7 +63,7 @@ DOMINO = 24  # emulated launches of one corrected draft: its candidates' correct
 
 
 def draft_forward(
-    n_layers: int, *, second: bool, ranks: bool, fp8_head: bool, extra: int = 0, n_corrected: int = 0
+    n_layers: int, *, second: bool, ranks: bool, fp8_head: bool, extra: int = 0, n_corrected: int = 0, outside: int = 0
 ) -> int:
     """Return the limit of launches in a captured forward of an unquantized draft, in the emulation.
 
@@ -76,9 +78,16 @@ def draft_forward(
         ranks: several ranks. They add all-reduces and the exchange of their best tokens.
         extra: launches that the kind of draft adds to each layer: `GATE`, `SWIGLU`.
         n_corrected: drafts of a block that Domino corrects, each with about 12 launches on a GPU.
+        outside: launches that the kind of draft adds outside the layers: `lilicorr`.
         fp8_head: an fp8 head. It rounds hidden states, in one launch on a GPU and in ten in the emulation.
     """
     per_layer = 28 + (8 if second else 0) + (4 if ranks else 0) + extra
     # On several ranks an embedding masks the tokens of other ranks, and is summed: about 12 emulated launches.
     rollout = 20 + (DOMINO + (12 if ranks else 0)) * n_corrected if n_corrected else 0
+    rollout += outside
     return per_layer * n_layers + 15 + (14 if second else 0) + (14 if ranks else 0) + (10 if fp8_head else 0) + rollout
+
+
+def lilicorr(n_layers: int, n_drafts: int) -> int:
+    """Return the launches that a LiLiCorr head of `n_layers` adds to a draft's forward, in the emulation."""
+    return 90 + 24 * n_layers + 2 * n_drafts

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.utils import async_h2d
 from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context
 
+from sglang_dflash.engine.draft.lilicorr import Last
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.engine.memory.slots import DraftSlots
 from sglang_dflash.engine.step import Plan
@@ -110,6 +113,7 @@ class ContextKV:
             cos_sin_PR=attention.rotary_emb.cos_sin_cache,
         )
         # A ring has more than `block_size` KV slots, so rows of `block_size` steps of one token never share a KV slot.
+        self.keeps_last = model.lilicorr is not None
         self.late = LateRows(max(LATE_ROWS, n_requests), block_size, like_TC=model.fc.weight)
 
     @torch.inference_mode()
@@ -126,11 +130,13 @@ class ContextKV:
         positions_T = plan.verified.positions_BN.view(-1)
         slots_T = self.slots.of_block(plan, plan.verified)
         if plan.drafted is not None or not self.may_wait:
-            self._write(features_TC, positions_T, slots_T, n_kept_B)
+            last = Last(plan.rows_B, _first_rows(plan) + n_kept_B - 1) if self.keeps_last else None
+            self._write(features_TC, positions_T, slots_T, n_kept_B, last)
             return
         if not self.late.fits(rids):
             self._catch_up()
         self.late.add(rids, features_TC, positions_T, slots_T)
+        self.late_rows_B = plan.rows_B
 
     @torch.inference_mode()
     def append_prompt(self, batch: ScheduleBatch, features_TC: torch.Tensor) -> None:
@@ -142,7 +148,11 @@ class ContextKV:
         rows = self.slots.of_prompt(batch, features_TC.device)
         if rows.rows_T is not None:
             features_TC = features_TC.index_select(0, rows.rows_T)
-        self._write(features_TC, rows.positions_T, rows.slots_T, None)
+        last = None
+        if self.keeps_last:
+            at_B = async_h2d((np.cumsum(rows.n_rows_B) - 1).tolist(), dtype=torch.int64, device=features_TC.device)
+            last = Last(batch.req_pool_indices, at_B)
+        self._write(features_TC, rows.positions_T, rows.slots_T, None, last)
 
     @torch.inference_mode()
     def write_all(self, plan: Plan, features_TC: torch.Tensor) -> None:
@@ -161,8 +171,14 @@ class ContextKV:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        if self.late.n_rows:
-            self._write(*self.late.take(), None)
+        if not self.late.n_rows:
+            return
+        features_TC, positions_T, slots_T = self.late.take()
+        last = None
+        if self.keeps_last:
+            n_rows, n_requests = len(positions_T), len(self.late_rows_B)
+            last = Last(self.late_rows_B, torch.arange(n_rows - n_requests, n_rows, device=positions_T.device))
+        self._write(features_TC, positions_T, slots_T, None, last)
 
     def _write(
         self,
@@ -170,6 +186,13 @@ class ContextKV:
         positions_T: torch.Tensor,
         slots_T: torch.Tensor,
         n_kept_B: torch.Tensor | None,
+        last: Last | None = None,
     ) -> None:
-        k_TLGE, v_TLGE = self.model.context_kv(features_TC)
+        k_TLGE, v_TLGE = self.model.context_kv(features_TC, last)
         append_context(k_TLGE, v_TLGE, positions_T, slots_T, caches=self.caches, key=self.key, n_kept_B=n_kept_B)
+
+
+def _first_rows(plan: Plan) -> torch.Tensor:
+    """Return the index of each block's first token row, int64 [B]."""
+    B, N = plan.verified.tokens_BN.shape
+    return torch.arange(0, B * N, N, device=plan.rows_B.device)

@@ -84,6 +84,7 @@ def require_launches(nodes: list[Node]) -> None:
             extra=(budget.GATE if model.fields.gating else 0)
             + (budget.SWIGLU if model.fields.hidden_act != "silu" else 0),
             n_corrected=model.fields.n_drafts - 1 if model.domino else 0,
+            outside=budget.lilicorr(len(model.lilicorr.layers), model.fields.n_drafts) if model.lilicorr else 0,
         )
         if len(nodes) > most:
             raise CaptureError(

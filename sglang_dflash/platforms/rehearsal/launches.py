@@ -107,6 +107,7 @@ def allowed_of(worker: Any) -> dict[str, int]:
     most = allowed(
         ring=worker.config.draft_window is not None,
         norms=draft.norms_features,
+        last=draft.lilicorr is not None,
         planned=[stage for stage in planned if planned[stage]],
     )
     if planned["draft"] and draft.sliding_window is not None:
@@ -114,18 +115,20 @@ def allowed_of(worker: Any) -> dict[str, int]:
     return most
 
 
-def allowed(*, ring: bool, norms: bool = False, planned: Collection[str] = ()) -> dict[str, int]:
+def allowed(*, ring: bool, norms: bool = False, last: bool = False, planned: Collection[str] = ()) -> dict[str, int]:
     """Return the largest allowed number of emulated launches in a decode step, by stage.
 
     Args:
         ring: the draft has a ring buffer.
         norms: the draft norms captured layers and each layer's context.
+        last: the draft keeps the context of each request's last token.
         planned: stages whose forward FlashInfer plans, which adds launches.
     """
     return {
         stage: row.emulated
         + (budget.RING.get(stage, 0) if ring else 0)
         + (budget.NORMS.get(stage, 0) if norms else 0)
+        + (budget.LAST.get(stage, 0) if last else 0)
         + (budget.FLASHINFER_PLAN if stage in planned else 0)
         for stage, row in budget.LAUNCHES.items()
     }

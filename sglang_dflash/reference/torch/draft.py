@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sglang_dflash.engine.draft.record import Checkpoint
+from sglang_dflash.reference.torch import lilicorr
 from sglang_dflash.reference.torch.attention import Attention, Norm
 from sglang_dflash.reference.torch.domino import Domino
 from sglang_dflash.reference.torch.rope import Rotation, rope_frequencies, rotation_at
@@ -29,13 +30,27 @@ class ContextKV(NamedTuple):
 
     keys_LRGTE: torch.Tensor  # normalised, with rotary embedding
     values_LRGTE: torch.Tensor
+    fused_RTH: torch.Tensor  # from which keys and values are projected
 
     @property
     def n_tokens(self) -> int:
         return self.keys_LRGTE.shape[3]
 
     def append(self, new: "ContextKV") -> "ContextKV":
-        return ContextKV(*(torch.cat(pair, dim=3) for pair in zip(self, new, strict=True)))
+        keys, values = (torch.cat(pair, dim=3) for pair in zip(self[:2], new[:2], strict=True))
+        return ContextKV(keys, values, torch.cat([self.fused_RTH, new.fused_RTH], dim=1))
+
+
+class Begin(NamedTuple):
+    """Token of each block's anchor, int64, and the fused features of the token before it."""
+
+    anchor_X: torch.Tensor
+    context_XH: torch.Tensor
+
+    @classmethod
+    def at(cls, anchor_X: torch.Tensor, context: ContextKV, prefix_len_X: torch.Tensor) -> "Begin":
+        """Return the beginnings of blocks after `prefix_len_X` tokens (int64, at least 1) of a context with R = 1."""
+        return cls(anchor_X, context.fused_RTH[0, prefix_len_X - 1])
 
 
 class Mlp(nn.Module):
@@ -96,6 +111,7 @@ class Draft(nn.Module):
         self.norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self.domino = Domino(config) if config.gru_hidden_dim else None
+        self.lilicorr = lilicorr.LiLiCorr(config) if config.lilicorr else None
         n_norms = len(config.target_layer_ids) if config.norms_features else 0
         self.aux_hidden_norms = nn.ModuleList(Norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(n_norms))
         if config.has_mask_row:  # replaces the target's embedding of the mask token
@@ -123,7 +139,7 @@ class Draft(nn.Module):
         own = [layer.input_layernorm(hidden_RTH) if self.config.norms_features else hidden_RTH for layer in layers]
         pairs = [layer.self_attn.key_value(x, rotation) for layer, x in zip(layers, own, strict=True)]
         keys, values = zip(*pairs, strict=True)
-        return ContextKV(torch.stack(keys), torch.stack(values))
+        return ContextKV(torch.stack(keys), torch.stack(values), hidden_RTH)
 
     def forward(
         self,
@@ -185,17 +201,21 @@ class Draft(nn.Module):
         return logits.masked_fill(outside, -torch.inf)
 
     def guesses(
-        self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor, embed: nn.Module
+        self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, begin_X: Begin, embed: nn.Module
     ) -> torch.Tensor:
-        """Return the drafts of X blocks, int64 [X, D]: the selector's or Domino's path, if any, else the argmax.
+        """Return the drafts of X blocks, int64 [X, D]: the path of a part that chooses them, if any, else the argmax.
 
         Args:
             hidden_XDH: hidden states that predict the drafts, see `predicting`.
             logits_XDV: the target head's output for these slots.
-            anchor_X: int64, token ids of the anchors.
+            begin_X: what is before the drafts.
             embed: the target's embedding.
         """
-        logits_XDV = self.listed(logits_XDV)
+        logits_XDV, anchor_X = self.listed(logits_XDV), begin_X.anchor_X
+        if self.lilicorr is not None:
+            tokens_XDK, log_p_XDK = self.lilicorr.candidates(logits_XDV)
+            embedded = self.embeddings(tokens_XDK, embed)
+            return self.lilicorr.walk(lilicorr.Block(tokens_XDK, log_p_XDK, embedded, hidden_XDH, begin_X.context_XH))
         if self.domino is not None:
             return self.domino.walk(hidden_XDH, logits_XDV, anchor_X, lambda tokens: self.embeddings(tokens, embed))
         if self.candidate_selector is None:

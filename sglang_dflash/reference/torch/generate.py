@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sglang_dflash.engine.draft.generation import DecodedStep, ended
 from sglang_dflash.reference.torch.copies import Copies, NoCopies
-from sglang_dflash.reference.torch.draft import ContextKV, Draft
+from sglang_dflash.reference.torch.draft import Begin, ContextKV, Draft
 from sglang_dflash.reference.torch.target import TargetReader, check_pair
 
 
@@ -114,7 +114,8 @@ def draft_block(
     prefix_len_RA = anchor.new_tensor([[context.n_tokens]])
     hidden_RANH = draft(embeddings_NH[None, None], context, prefix_len_RA, draft_window)
     hidden_1DH = draft.predicting(hidden_RANH[0])
-    guesses_1D = draft.guesses(hidden_1DH, draft_logits(hidden_1DH, target), anchor, target.get_input_embeddings())
+    begin = Begin.at(anchor, context, prefix_len_RA[0])
+    guesses_1D = draft.guesses(hidden_1DH, draft_logits(hidden_1DH, target), begin, target.get_input_embeddings())
     return torch.cat([anchor, guesses_1D[0]])
 
 
@@ -135,9 +136,10 @@ def accepted_at(
     text = torch.tensor([*prompt, *answer], device=target.device)
     at_A = torch.arange(len(prompt), len(text), device=text.device)
     sizes = block_size or draft.config.n_drafts + 1, draft_window
-    hidden_ADH = draft.predicting(hidden_of_blocks(draft, target, text, at_A, sizes))
+    hidden_ANH, context = _read_blocks(draft, target, text, at_A, sizes)
+    hidden_ADH = draft.predicting(hidden_ANH)
     logits_ADV, embed = draft_logits(hidden_ADH, target), target.get_input_embeddings()
-    guesses_AD = draft.guesses(hidden_ADH, logits_ADV, text[at_A], embed).tolist()
+    guesses_AD = draft.guesses(hidden_ADH, logits_ADV, Begin.at(text[at_A], context, at_A), embed).tolist()
     return [
         len(list(takewhile(bool, (guess == token for guess, token in zip(guesses, answer[i + 1 :], strict=False)))))
         for i, guesses in enumerate(guesses_AD)
@@ -151,12 +153,20 @@ def hidden_of_blocks(
 
     Each block attends to the text before its anchor. `sizes`: tokens of a block, and the draft window or None.
     """
+    return _read_blocks(draft, target, text, at_A, sizes)[0]
+
+
+def _read_blocks(
+    draft: Draft, target: PreTrainedModel, text: torch.Tensor, at_A: torch.Tensor, sizes: tuple[int, int | None]
+) -> tuple[torch.Tensor, ContextKV]:
+    """Return the hidden states of `hidden_of_blocks`, and the context of the whole text."""
     N, draft_window = sizes[0] - draft.config.sample_from_anchor, sizes[1]
     features_1SC = TargetReader(target, draft.config.target_layer_ids).read(text[None]).features_1SC
     tokens_1AN = torch.full((1, len(at_A), N), draft.config.mask_token_id, device=text.device)
     tokens_1AN[0, :, 0] = text[at_A]
     embeddings_1ANH = draft.embeddings(tokens_1AN, target.get_input_embeddings())
-    return draft(embeddings_1ANH, draft.context_kv(features_1SC), at_A[None], draft_window)[0]
+    context = draft.context_kv(features_1SC)
+    return draft(embeddings_1ANH, context, at_A[None], draft_window)[0], context
 
 
 def draft_logits(hidden: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:

@@ -47,7 +47,7 @@ def make(shapes: Shapes, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def forward(weights: Sequence[torch.Tensor], n_requests: int, block: int) -> Callable[[], torch.Tensor]:
     """Return a function that fills `n_requests` blocks and returns their tokens, int64 [B, N]."""
-    from sglang_dflash.engine.draft.fill import Filling, filled  # imports SGLang, which takes seconds
+    from sglang_dflash.engine.draft.fill import Blocks, Filling, filled  # imports SGLang, which takes seconds
     from sglang_dflash.engine.draft.layout import Layout
     from sglang_dflash.engine.draft.target_ends import TargetEnds
 
@@ -55,6 +55,7 @@ def forward(weights: Sequence[torch.Tensor], n_requests: int, block: int) -> Cal
     *layers, head_VH = weights
     hidden_TH = torch.randn(n_requests * block, head_VH.shape[1], device=head_VH.device, dtype=head_VH.dtype)
     tokens_BN = torch.zeros(n_requests, block, dtype=torch.int64, device=head_VH.device)
+    blocks = Blocks(tokens_BN, tokens_BN[:, 0])
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=head_VH), len(head_VH), 0, None)
 
     def run() -> torch.Tensor:
@@ -63,7 +64,7 @@ def forward(weights: Sequence[torch.Tensor], n_requests: int, block: int) -> Cal
             x_TH = x_TH + linear(linear(normed(x_TH), qkv)[:, : o.shape[1]], o)
             gate_TI, up_TI = linear(normed(x_TH), gate_up).chunk(2, dim=-1)
             x_TH = x_TH + linear(silu(gate_TI) * up_TI, down)
-        return filled(normed(x_TH), tokens_BN, filling, ends)
+        return filled(normed(x_TH), blocks, filling, ends)
 
     return run
 

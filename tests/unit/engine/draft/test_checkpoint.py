@@ -138,9 +138,8 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
     ("changes", "error", "sentence"),
     [
         ({"architectures": None}, NotSupported, "architecture is missing"),
-        ({"dflash_config": {"lilicorr_enabled": True}}, NotSupported, "not DFlash, but LiLiCorr; give a DFlash draft$"),
         ({"dflash_config": {"projector_type": "dspark"}}, NotSupported, "projector_type='dspark' is not DFlash"),
-        ({"projector_type": "lilicorr"}, NotSupported, "projector_type='lilicorr' is not DFlash; give a DFlash draft"),
+        ({"projector_type": "dspark"}, NotSupported, "projector_type='dspark' is not DFlash; give a DFlash draft"),
         ({"projector_type": "mlp"}, NotSupported, "projector_type='mlp' is not DFlash; give a DFlash draft$"),
         (
             {"dflash_config": {"tomorrow": 1}}, NotSupported,
@@ -164,7 +163,10 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"dtype": "bf16"}, ValueError, "dtype is 'bf16', not one of bfloat16, "),
         ({"architectures": "DFlashDraftModel"}, ValueError, "architectures is 'DFlashDraftModel', not a list"),
         ({"hidden_act": "gelu"}, NotSupported, "='gelu' is not DFlash .* or 'swigluoai'.; give a DFlash draft$"),
-        ({"architectures": ["LiLiCorrDraftModel"]}, NotSupported, "is LiLiCorrDraftModel, not .*WORKER=stock"),
+        (
+            {"architectures": ["LiLiCorrDraftModel"]}, ValueError,
+            "has no lilicorr_candidate_topk; add it to dflash_config$",
+        ),
         ({"architectures": ["LlamaForCausalLM"]}, NotSupported, "LlamaForCausalLM, not .*; give a DFlash draft$"),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}}, NotSupported,

@@ -181,7 +181,7 @@ def test_the_context_passes_each_layers_input_norm_if_it_has_one(has_norms: bool
         norm.variance_epsilon = 1e-6
     context_TH = torch.randn(4, H)
     project = ContextProjection(lambda features: features + 1, attentions, norms if has_norms else None)
-    k_TLGE, v_TLGE = project(context_TH)
+    k_TLGE, v_TLGE = project.kv(project.fuse(context_TH))
     for i, (weight, norm) in enumerate(zip(layers, norms, strict=True)):
         source = norm(context_TH + 1) if has_norms else context_TH + 1
         expected = (source @ weight[8:].T).view(4, 2, 2, 8)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.draft.lilicorr_fields import LiLiCorrSizes
 from sglang_dflash.engine.draft.packed import Packing
 from sglang_dflash.engine.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.engine.draft.variants import LAGUNA
@@ -198,6 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         {"target_hidden_size": 32}, NotSupported, "target_hidden_size 32 is not hidden_size 64, as in DFlash",
     ),
 }  # fmt: skip
+LILICORR = LiLiCorrSizes(2, 4, 1, 2, 2.0, 4, 1e-6, 3.0)
 
 
 @pytest.fixture
@@ -267,6 +269,10 @@ def test_the_named_field_confirms_whole_heads(field: str, given: dict[str, Any],
         {"selector_rank": 8},
         {"selector_rank": 8, "selector_top_k": 200},
         {"conv_kernel_size": 2, "conv_group_size": 12},
+        {"lilicorr": LILICORR._replace(num_heads=3)},
+        {"lilicorr": LILICORR._replace(candidate_topk=200)},
+        {"lilicorr": LILICORR, "sample_from_anchor": True},
+        {"lilicorr": LILICORR, "gru_hidden_dim": 8, "emb_dim": 4},
     ],
     ids=str,
 )
@@ -296,7 +302,8 @@ def test_every_field_is_written(write: Callable) -> None:
         plain, draft_vocab_size=5, sliding_is_causal=True, full_is_causal=True, layer_types=(FULL, SLIDING)
     )
     domino = replace(plain, gru_hidden_dim=8, emb_dim=4, shift_label=True, sample_from_anchor=False)
-    written = [replace(other, norms_features=False), laguna, plain, reduced, domino]
+    lilicorr = replace(plain, architecture="LiLiCorrDraftModel", lilicorr=LILICORR, sample_from_anchor=False)
+    written = [replace(other, norms_features=False), laguna, plain, reduced, domino, lilicorr]
     defaults = {field.name: field.default for field in fields(Checkpoint)}
     same = [{name for name, value in vars(one).items() if value == defaults[name]} for one in written]
     assert set.intersection(*same) == set()

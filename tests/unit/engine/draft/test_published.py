@@ -134,7 +134,6 @@ REFUSED = {
     ),
     "latent attention": (JETSPEC | {"dflash_config": JETSPEC["dflash_config"] | {"attention_mode": "mla"}}, "not gqa"),
     "DFlare": (JETSPEC | {"architectures": ["DFlareQwen3Model"]}, "architecture is DFlareQwen3Model, not"),
-    "LiLiCorr": (JETSPEC | {"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorrDraftModel, not .*WORKER=stock"),
 }
 
 

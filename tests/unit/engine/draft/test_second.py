@@ -9,7 +9,7 @@ from sglang_dflash_kernels.block_conv import block_conv
 from sglang_dflash_kernels.select_path import select_path
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_dflash.engine.draft.fill import Filling, filled
+from sglang_dflash.engine.draft.fill import Blocks, Filling, filled
 from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.engine.draft.target_ends import TargetEnds
@@ -90,7 +90,7 @@ def test_head_is_read_once_for_all_requests(second: bool) -> None:
     with Products() as products:
         tokens_BN = filled(
             torch.randn(B * N, H),
-            torch.zeros(B, N, dtype=torch.int64),
+            Blocks(torch.zeros(B, N, dtype=torch.int64), torch.arange(B)),
             Filling(LAYOUT, selector and selector.path),
             ends,
         )
@@ -105,10 +105,10 @@ def test_head_reads_only_the_slots_to_fill(second: bool) -> None:
     """Filling only some slots gives the same drafts as filling the whole block."""
     selector = SGLangCandidateSelector.of(config_of(**SECOND)) if second else None
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=torch.randn(VOCAB, H)), VOCAB, 0, cast(Any, None))
-    hidden_TH, blocks_BN = torch.randn(B * N, H), torch.zeros(B, N, dtype=torch.int64)
-    whole_BN = filled(hidden_TH, blocks_BN, Filling(LAYOUT, selector and selector.path), ends)
+    hidden_TH, blocks = torch.randn(B * N, H), Blocks(torch.zeros(B, N, dtype=torch.int64), torch.arange(B))
+    whole_BN = filled(hidden_TH, blocks, Filling(LAYOUT, selector and selector.path), ends)
     for n_filled in (2, N - 1, N, N + 4):
         with Products() as products:
-            tokens_BN = filled(hidden_TH, blocks_BN, Filling(LAYOUT, selector and selector.path), ends, n_filled)
+            tokens_BN = filled(hidden_TH, blocks, Filling(LAYOUT, selector and selector.path), ends, n_filled)
         assert torch.equal(tokens_BN, whole_BN[:, :n_filled])
         assert products.seen[0] == ("aten::mm", [(B * (min(n_filled, N) - 1), H), (H, VOCAB)])

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.draft.lilicorr_fields import LiLiCorrSizes
 from sglang_dflash.engine.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.engine.host import fit
 from sglang_dflash.errors import NotSupported
@@ -106,3 +107,15 @@ def test_padding_and_target_tensors_are_noted(draft: Checkpoint) -> None:
         "draft has vocab_size 120 and uses the target's embedding and head of 128 rows",
         "draft: unused tensors: embed_tokens.weight, lm_head.weight (DFlash lacks them, or uses the target's)",
     )
+
+
+def test_a_lilicorr_draft_has_no_longer_blocks_and_is_not_disaggregated(draft: Checkpoint) -> None:
+    sizes = LiLiCorrSizes(4, 0, 1, 2, 2.0, 8, 1e-6, 1.0)
+    draft = replace(draft, lilicorr=sizes)
+    trained = draft.n_drafts + 1
+    assert fit.block_size(replace(ARGUMENTS, block_size=trained - 1), draft) == trained - 1
+    with pytest.raises(ValueError, match=f"block size {trained + 1} is not within 2..{trained}: "):
+        fit.block_size(replace(ARGUMENTS, block_size=trained + 1), draft)
+    fit.check_disaggregation(ARGUMENTS, draft)
+    with pytest.raises(NotSupported, match="--disaggregation-mode decode is not supported with a LiLiCorr draft"):
+        fit.check_disaggregation(replace(ARGUMENTS, disaggregation="decode"), draft)

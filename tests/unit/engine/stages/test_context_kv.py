@@ -26,11 +26,12 @@ class Draft:
             rotary_emb=SimpleNamespace(cos_sin_cache=torch.tensor([[1.0, 0.0]]).repeat(64, 1)),  # no rotation
         )
         self.attentions, self.layers, self.k_norm_LE = [attention], [None], None
-        self.fc = SimpleNamespace(weight=torch.zeros(2, 2))
+        self.fc, self.lilicorr = SimpleNamespace(weight=torch.zeros(2, 2)), None
         self.n_calls = 0
 
-    def context_kv(self, features_TC):
+    def context_kv(self, features_TC, last=None):
         self.n_calls += 1
+        self.last = last
         return features_TC.view(-1, 1, 1, 2), features_TC.view(-1, 1, 1, 2)
 
 
@@ -41,7 +42,9 @@ class SameSlots:
         return block.slots_BN.view(-1)
 
     def of_prompt(self, batch, device):
-        return SimpleNamespace(rows_T=None, positions_T=torch.arange(len(batch.slots_T)), slots_T=batch.slots_T)
+        n_rows_B = vars(batch).get("extend_lens", [len(batch.slots_T)])
+        positions_T = torch.arange(len(batch.slots_T))
+        return SimpleNamespace(rows_T=None, positions_T=positions_T, slots_T=batch.slots_T, n_rows_B=n_rows_B)
 
 
 def make_context(slots=None, *, n_slots=N_SLOTS, n_requests=N_REQUESTS, may_wait=True):
@@ -55,7 +58,7 @@ def make_context(slots=None, *, n_slots=N_SLOTS, n_requests=N_REQUESTS, may_wait
 def step(slots_BN, *, drafts):
     slots_BN = torch.tensor(slots_BN)
     block = SimpleNamespace(slots_BN=slots_BN, positions_BN=torch.zeros_like(slots_BN))
-    return SimpleNamespace(verified=block, drafted=block if drafts else None)
+    return SimpleNamespace(verified=block, drafted=block if drafts else None, rows_B=torch.arange(len(slots_BN)))
 
 
 def features(n, value):
@@ -193,3 +196,26 @@ def test_deferred_writes_equal_immediate_writes(events, random):
             context.before_draft(plan)
             context.append(rids, plan, features(len(slots), value), torch.full((len(rids),), 2).int())
         assert torch.equal(k[:, 0, 0], want)
+
+
+def test_the_last_kept_token_of_each_request_is_named():
+    """A LiLiCorr draft keeps its context: of a block's last kept token, of late rows' last step, and of prompts."""
+    context, _ = make_context()
+    context.keeps_last = True
+    rows = torch.tensor([6, 2])
+    plan = step([[0, 1, 2, 3], [4, 5, 6, 7]], drafts=True)
+    plan.rows_B = rows
+    plan.verified.tokens_BN = plan.verified.slots_BN
+    context.append(["a", "b"], plan, features(8, 1), torch.tensor([3, 1], dtype=torch.int32))
+    assert context.model.last.rows_B is rows
+    assert context.model.last.at_B.tolist() == [2, 4]
+    for slots in ([[8], [9]], [[10], [11]]):
+        plan = step(slots, drafts=False)
+        plan.rows_B = rows
+        context.append(["a", "b"], plan, features(2, 1), torch.ones(2).int())
+    context.before_draft(step([[12], [13]], drafts=True))
+    assert context.model.last.rows_B is rows
+    assert context.model.last.at_B.tolist() == [2, 3]
+    batch = SimpleNamespace(slots_T=torch.arange(12, 17), req_pool_indices=rows, extend_lens=[2, 3])
+    context.append_prompt(batch, features(5, 1))
+    assert context.model.last.at_B.tolist() == [1, 4]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.engine.draft.fill import Filling, filled
+from sglang_dflash.engine.draft.fill import Blocks, Filling, filled
 from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.engine.draft.target_ends import TargetEnds
@@ -49,7 +49,10 @@ def capture(forward: Callable[[], Any]) -> Graph:
 def draft(model: Tied, hidden_TH: torch.Tensor) -> torch.Tensor:
     ends = TargetEnds(nn.Identity(), SimpleNamespace(weight=model.head), V, 0, cast(Any, None))
     return filled(
-        hidden_TH, torch.zeros(B, N, dtype=torch.int64), Filling(Layout.of(sample_from_anchor=False), None), ends
+        hidden_TH,
+        Blocks(torch.zeros(B, N, dtype=torch.int64), torch.arange(B)),
+        Filling(Layout.of(sample_from_anchor=False), None),
+        ends,
     )
 
 
