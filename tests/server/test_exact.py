@@ -25,7 +25,7 @@ from tests.server.lib.rows import require_rows
 from tests.server.lib.talk import steps, together, tokens_of
 from tests.server.lib.variants import VARIANTS, Variant
 
-N_PROMPTS = 16
+N_PROMPTS = 12  # more than run at a time, so that requests begin while others run
 MAX_NEW_TOKENS = 80
 
 
@@ -88,7 +88,7 @@ def test_drafts_at_changing_widths_are_plain_torchs(serving: Serving) -> None:
     if not serving.variant.traces_widths:
         pytest.skip("here every step verifies the whole block, or is not written down")
     expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
-    rounds = 2  # one round would have too few steps with drafts after a step of one token
+    rounds = 3  # one round would have too few steps with drafts after a step of one token
     each = (one for one in zip(serving.prompts, serving.expected, strict=True) for _ in range(rounds))
     asked = {f"traced-{n}": one for n, one in enumerate(each)}
     predicted = {rid: expert.accepted_at(*one) for rid, one in asked.items()}

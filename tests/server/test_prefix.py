@@ -60,7 +60,7 @@ def empty_cache(serving: Serving) -> None:
     serving.server.flush_cache()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_hit_gives_the_tokens_and_the_steps_of_a_full_prefill(serving: Serving, seed: int) -> None:
     """Cached prefixes end inside the prompt, at its end, and inside generated text."""
     server = serving.server
@@ -84,7 +84,7 @@ def test_a_hit_gives_the_tokens_and_the_steps_of_a_full_prefill(serving: Serving
     assert n_hits >= len(cuts), "too few hits; this test cannot fail"
 
 
-@pytest.mark.parametrize("seed", range(40, 44))
+@pytest.mark.parametrize("seed", range(40, 42))
 def test_context_of_decode_steps_equals_that_of_a_prefill(serving: Serving, seed: int) -> None:
     server, history, beyond_prompt = serving.server, as_prompt(conversation(seed, n_turns=1), serving.target), 0
     turns = []

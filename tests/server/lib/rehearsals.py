@@ -51,7 +51,7 @@ class Rehearsal(NamedTuple):
     second: bool = False  # the DFlash 2 draft
     # False: steps are not compared with the reference. The verify width varies, or the backend has another window.
     knows_steps: bool = True
-    n_prompts: int = 12
+    n_prompts: int = 8  # as many as the largest batch
     max_new_tokens: int = 64
 
     @property
