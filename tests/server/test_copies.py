@@ -16,7 +16,6 @@ from tests.tools.parameters import SEEDED_ENV, SEEDED_FLAGS
 
 N_ASKED, MAX_NEW_TOKENS = 8, 96
 COPY = (("SGLANG_DFLASH_COPY", "on"),)
-CHOSEN = (("SGLANG_DFLASH_WIDTHS", "auto"),)
 WIDE = (("SGLANG_DFLASH_WIDTHS", "32"),)  # tokens; twice the block of either tiny pair
 
 
@@ -34,22 +33,14 @@ class Kind(NamedTuple):
 KINDS = {
     "hybrid": Kind(TRACK, full=False),
     "dense": Kind(target="dense", full=False),
-    "hybrid-window-pages": Kind((*TRACK, *window(64), *PAGES), draft_window=64, page_size=16),
-    "hybrid-chunked": Kind((*TRACK, *CHUNKED)),
-    "hybrid-widths": Kind(TRACK, CHOSEN, knows_steps=False),
-    "hybrid-wide": Kind(TRACK, WIDE, width=32),
+    "hybrid-wide": Kind((*TRACK, *CHUNKED), WIDE, width=32),
     "hybrid-wide-window-pages": Kind((*TRACK, *window(64), *PAGES), WIDE, draft_window=64, page_size=16, width=32),
     "hybrid-wide-snapshots": Kind(TRACK, (*WIDE, ("SGLANG_DFLASH_GDN_STATE", "snapshot")), width=32),
     "dense-wide": Kind(("--disable-overlap-schedule",), WIDE, target="dense", width=32),
     "hybrid-wide-widths": Kind(TRACK, (("SGLANG_DFLASH_WIDTHS", "1,4,8,16,24,32"),), knows_steps=False),
     "hybrid-two-ranks": Kind(TRACK, TWO_NODES),
-    "dense-no-overlap": Kind(("--disable-overlap-schedule",), target="dense"),
-    "fa3-graphs": Kind((*FA3, *GRAPHS, *TRACK), SM90),
-    "fa3-graphs-kernels": Kind((*FA3, *GRAPHS, *TRACK), INTERPRETED),
-    "fa3-graphs-wide": Kind((*FA3, *GRAPHS, *TRACK), (*SM90, *WIDE), width=32),
     "fa3-graphs-wide-kernels": Kind((*FA3, *GRAPHS, *TRACK), (*INTERPRETED, *WIDE), width=32),
     "fa3-graphs-wide-streams": Kind((*FA3, *GRAPHS, *TRACK), (*STREAMS, *WIDE), width=32),
-    "fa3-graphs-streams": Kind((*FA3, *GRAPHS, *TRACK), STREAMS),
     "trtllm-graphs-dense": Kind((*TRTLLM, *GRAPHS, "--page-size", "16"), SM90, "dense", page_size=16),
 }
 

@@ -19,7 +19,6 @@ import pytest
 from sglang_dflash.pairs.servers.errors import ServerError
 from sglang_dflash.pairs.servers.ports import free_port
 from sglang_dflash.pairs.servers.server import Generation, Server
-from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import Expected
 from tests.server.lib.penalised import ASKED, edited_answer, end_token, penalty_rule
@@ -49,24 +48,16 @@ class Kind(NamedTuple):
     target: str = "hybrid"
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
-    arm: Arm = Arm.PLUGIN
     prefill: tuple[str, ...] = ()  # flags of the prefill server alone
     decode: tuple[str, ...] = ()  # flags of the decode server alone
-
-    @property
-    def fields(self) -> dict[str, bool]:
-        """Further request fields. Hidden states only with this plugin, because SGLang's own worker refuses them."""
-        return {"return_logprob": True} | ({"return_hidden_states": True} if self.arm is Arm.PLUGIN else {})
 
 
 KINDS = {
     "hybrid": Kind(),
-    "dense": Kind("dense"),
     "pages": Kind("dense", ("--page-size", "16")),
     # The decode server's KV pool is so small that it retracts requests.
     "retract": Kind(decode=TIGHT),
     "dense-retract": Kind("dense", decode=(*TIGHT, "--hicache-io-backend", "direct")),
-    "stock": Kind("dense", arm=Arm.STOCK),
     # One server has two ranks, the other has one. K/V heads are split or joined when they are sent.
     "prefill-two-ranks": Kind(prefill=TWO_RANKS, env=TWO_NODES),
     "decode-two-ranks": Kind("dense", decode=TWO_RANKS, env=TWO_NODES),
@@ -115,7 +106,7 @@ def serving(request: pytest.FixtureRequest, pool: Any, plain_torch: Callable[...
     def start(mode: str, *flags: str) -> Server:
         meet = ("--disaggregation-mode", mode, "--disaggregation-bootstrap-port", str(port))
         both = ("--enable-return-hidden-states", *kind.flags, *meet)
-        return pool.get(kind.arm, target=kind.target, flags=(*both, *flags), env=PATIENCE | dict(kind.env))
+        return pool.get(target=kind.target, flags=(*both, *flags), env=PATIENCE | dict(kind.env))
 
     prefill, decode = start("prefill", "--chunked-prefill-size", "64", *kind.prefill), start("decode", *kind.decode)
     two = Two(prefill, decode, port, count(1))
@@ -145,22 +136,20 @@ def test_logprobs_and_hidden_states_are_plain_torchs(serving: Serving, sampling:
     token has no row here, so one row too many remains; this test drops it.
     """
     expected, target = serving.expected, PAIRS[serving.kind.target].target
-    asked = {"fields": serving.kind.fields, "max_new_tokens": MAX_NEW_TOKENS} | sampling
+    fields = {"return_logprob": True, "return_hidden_states": True}
+    asked = {"fields": fields, "max_new_tokens": MAX_NEW_TOKENS} | sampling
     answers = serving.two.generate_many(expected.prompts, concurrency=3, **asked)
     for prompt, answer in zip(expected.prompts, answers, strict=True):
         if "regex" in sampling:
             assert re.fullmatch(sampling["regex"], answer.text)
         else:
             require_logprobs(target, prompt, answer)
-        if "return_hidden_states" in serving.kind.fields:
-            del answer.meta["hidden_states"][len(answer.token_ids) - 1 :]
-            require_rows(target, prompt, answer, n_missing=1)
+        del answer.meta["hidden_states"][len(answer.token_ids) - 1 :]
+        require_rows(target, prompt, answer, n_missing=1)
 
 
 def test_penalties_are_their_definitions(serving: Serving) -> None:
     """The decode server must count the output of requests that it has not prefilled."""
-    if serving.kind.arm is not Arm.PLUGIN:
-        pytest.skip("SGLang's own worker ignores penalties")
     prompts, target = serving.expected.prompts, serving.kind.target
     end = end_token(target)
     with ThreadPoolExecutor(len(prompts)) as pool:

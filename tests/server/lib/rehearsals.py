@@ -72,27 +72,22 @@ class Rehearsal(NamedTuple):
 
 
 REHEARSALS = {
-    "fa3-eager": Rehearsal((*FA3, *EAGER)),
     "fa3-graphs": Rehearsal((*FA3, *GRAPHS, *TRACK)),
     "fa3-prefill-graphs-pages-window": Rehearsal(
         (*FA3, *BREAKABLE, *PAGES, *TRACK, *window(64), *REQUEST_FLAGS), draft_window=64, full=False
     ),
     "fa3-graphs-beside-eager": Rehearsal((*FA3, *SMALL_GRAPHS, *CHUNKED)),
     "fa3-graphs-dense": Rehearsal((*FA3, *BREAKABLE), target="dense"),
-    "fa3-graphs-pages": Rehearsal((*FA3, *GRAPHS, *PAGES, *TRACK)),
     "fa3-graphs-pages-64": Rehearsal((*FA3, *GRAPHS, *PAGES_64)),
-    "fa3-graphs-window": Rehearsal((*FA3, *GRAPHS, *TRACK, *window(64)), draft_window=64),
     "fa3-graphs-sliding": Rehearsal((*FA3, *GRAPHS), target="dense", draft_layers=(SLIDING, FULL)),
     "fa3-graphs-all-sliding": Rehearsal((*FA3, *GRAPHS, *TRACK), draft_layers=(SLIDING, SLIDING), draft_window=64),
     "fa3-graphs-widths": Rehearsal((*FA3, *BREAKABLE, *TRACK, *REQUEST_FLAGS), SM90_WIDTHS, knows_steps=False),
-    "fa3-eager-widths": Rehearsal((*FA3, *EAGER, *TRACK), SM90_WIDTHS, knows_steps=False),
     "fa3-full-prefill-graphs-widths": Rehearsal(
         (*FA3, *FULL_PREFILL, *REQUEST_FLAGS), SM90_WIDTHS, target="dense", knows_steps=False
     ),
     "fa3-graphs-no-overlap": Rehearsal((*FA3, *GRAPHS, "--disable-overlap-schedule")),
     "fa3-graphs-two-ranks": Rehearsal((*FA3, *GRAPHS, *TRACK, "--tp-size", "2"), TWO_RANKS),
     "fa3-graphs-snapshot": Rehearsal((*FA3, *GRAPHS, *TRACK), SM90 + SNAPSHOT),
-    "fa3-graphs-dflash2": Rehearsal((*FA3, *GRAPHS, *TRACK), second=True),
     "fa3-graphs-dflash2-as-published": Rehearsal(
         (*FA3, *BREAKABLE, *PAGES), target="dense", second=True, draft_layers=(SLIDING, SLIDING),
         both_ways=True, draft_window=64,
@@ -107,24 +102,20 @@ REHEARSALS = {
     "triton-graphs-sliding-both-ways": Rehearsal(
         (*TRITON, *GRAPHS), target="dense", draft_layers=(SLIDING, FULL), both_ways=True, n_prompts=4, max_new_tokens=32
     ),
-    "fa4-eager": Rehearsal((*FA4, *EAGER, *PAGES_64), SM100),
     "fa4-graphs": Rehearsal((*FA4, *BREAKABLE, *PAGES_64, *TRACK), SM100),
-    "fa4-graphs-sm90-sliding": Rehearsal((*FA4, *GRAPHS), target="dense", draft_layers=(SLIDING, FULL)),
+    "fa4-graphs-sliding-beside-eager": Rehearsal(
+        (*FA4, *SMALL_GRAPHS), target="dense", draft_layers=(SLIDING, FULL)
+    ),
     "fa4-graphs-window-widths": Rehearsal((*FA4, *GRAPHS, *PAGES_64, *window(64)), SM100_WIDTHS, knows_steps=False),
-    "flashinfer-eager": Rehearsal((*FLASHINFER, *EAGER)),
-    "flashinfer-graphs": Rehearsal((*FLASHINFER, *GRAPHS, *TRACK)),
     "flashinfer-graphs-dense": Rehearsal((*FLASHINFER, *BREAKABLE), target="dense"),
     "flashinfer-graphs-pages-window": Rehearsal((*FLASHINFER, *GRAPHS, *PAGES, *TRACK, *window(64)), draft_window=64),
-    "flashinfer-graphs-window": Rehearsal((*FLASHINFER, *GRAPHS, *TRACK, *window(64)), draft_window=64),
     "flashinfer-graphs-widths": Rehearsal((*FLASHINFER, *GRAPHS, *TRACK), SM90_WIDTHS, knows_steps=False),
     # FlashInfer's sliding layers attend to up to N - 1 tokens before the window, so steps may differ.
     "flashinfer-graphs-sliding": Rehearsal(
         (*FLASHINFER, *GRAPHS), target="dense", draft_layers=(SLIDING, FULL), knows_steps=False
     ),
     "flashinfer-graphs-beside-eager": Rehearsal((*FLASHINFER, *SMALL_GRAPHS, *CHUNKED)),
-    "trtllm-xqa-eager": Rehearsal((*TRTLLM, *EAGER, *PAGES)),
-    "trtllm-xqa-graphs": Rehearsal((*TRTLLM, *GRAPHS, *PAGES, *TRACK)),
-    "trtllm-gen-graphs": Rehearsal((*TRTLLM_BOTH, *GRAPHS, *PAGES_64, *TRACK), SM100),
+    "trtllm-xqa-graphs-beside-eager": Rehearsal((*TRTLLM, *SMALL_GRAPHS, *PAGES, *TRACK)),
     "trtllm-gen-graphs-sliding": Rehearsal(
         (*TRTLLM_BOTH, *GRAPHS, *PAGES), SM100, target="dense", draft_layers=(SLIDING, FULL)
     ),
@@ -141,7 +132,6 @@ REHEARSALS = {
         (*attention("flashinfer", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK, *window(64)), SM100, draft_window=64,
         n_prompts=8, max_new_tokens=48,
     ),
-    "fa3-graphs-interpreted": Rehearsal((*FA3, *GRAPHS), INTERPRETED, n_prompts=2, max_new_tokens=24),
     "fa3-graphs-streams": Rehearsal((*FA3, *GRAPHS, *REQUEST_FLAGS), STREAMS),
     "flashinfer-prefill-graphs-pages-streams": Rehearsal((*FLASHINFER, *BREAKABLE, *PAGES, *TRACK), STREAMS),
     # Captured forwards use two streams. Steps of one token, with the fused projection, alternate with whole blocks.
@@ -155,5 +145,4 @@ REHEARSALS = {
     ),
     "fa3-graphs-streams-window": Rehearsal((*FA3, *GRAPHS, *TRACK, *window(64)), STREAMS, draft_window=64, n_prompts=8),
     "fa3-graphs-stock": Rehearsal((*FA3, *BREAKABLE), arm=Arm.STOCK),
-    "fa3-graphs-stock-dense": Rehearsal((*FA3, *GRAPHS), arm=Arm.STOCK, target="dense"),
 }  # fmt: skip

@@ -65,16 +65,11 @@ VARIANTS = {
     ),
     "hybrid-dflash2": Variant("hybrid", TRACK, second=True),
     "hybrid": Variant("hybrid", (*TRACK, *REQUEST_FLAGS, *METRICS)),
-    "hybrid-sync": Variant("hybrid", (*NO_OVERLAP, *TRACK), full=True),
-    "hybrid-lazy-chunked": Variant(
-        "hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK, *REQUEST_FLAGS), full=True
-    ),
     "hybrid-pages-chunked": Variant("hybrid", (*PAGES, *CHUNKED, *TRACK), full=True),
     "hybrid-retract": Variant("hybrid", TRACK, RETRACT, full=True, knows_steps=False),
     "hybrid-window": Variant("hybrid", (*TRACK, *window(64)), full=True, draft_window=64),
     "hybrid-block-8": Variant("hybrid", ("--speculative-num-draft-tokens", "8"), full=True, block_size=8),
     "dense": Variant("dense", full=True),
-    "dense-sync-chunked": Variant("dense", (*NO_OVERLAP, *CHUNKED), full=True),
     "dense-window": Variant("dense", window(64, "--speculative-dflash-draft-window-size"), full=True, draft_window=64),
     "dense-window-random-widths": Variant(
         "dense", (*window(64), *REQUEST_FLAGS), RANDOM_WIDTHS, full=True, draft_window=64, knows_steps=False,
@@ -85,9 +80,7 @@ VARIANTS = {
     "dense-all-sliding": Variant(
         "dense", (*NO_OVERLAP, *CHUNKED), full=True, draft_layers=(SLIDING, SLIDING), draft_window=WINDOW
     ),
-    "dense-some-sliding": Variant("dense", full=True, draft_layers=(SLIDING, FULL)),
     "dense-sliding-both-ways": Variant("dense", full=True, draft_layers=(SLIDING, FULL), both_ways=True),
-    "dense-dflash2": Variant("dense", (*PAGES, *CHUNKED), full=True, second=True),
     "hybrid-dflash2-random-widths": Variant(
         "hybrid", TRACK, RANDOM_WIDTHS, full=True, second=True, knows_steps=False, traces_widths=True
     ),
