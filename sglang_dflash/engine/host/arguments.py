@@ -26,7 +26,6 @@ UNSUPPORTED = {
     "enable_torch_compile": "it was not tested, and may compile the target once per verify width",
     "use_ray": "Ray's schedulers do not load plugins",
     "debug_tensor_dump_output_folder": "SGLang's dump needs a module named `model`, which a draft lacks",
-    "forward_hooks": "CUDA graphs of other widths, captured later, would contain the hooks",
 }
 # SGLang's arguments for other algorithms, which change nothing with DFLASH. The log names each with this reason.
 IGNORED = {

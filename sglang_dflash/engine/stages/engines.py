@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +20,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.utils import get_available_gpu_memory
+from torch import nn
 
 from sglang_dflash.engine.stages.lora import keep_buffers, routing_of
 from sglang_dflash.engine.stages.ranks import from_first_rank
@@ -122,7 +124,7 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
         state.attach(backend)
         graphs = None
         if captured is not None:
-            with capturing(fewer(captured.capture_bs)):
+            with capturing(fewer(captured.capture_bs)), without_hooks(runner.model):
                 graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
     return WidthEngine(backend, graphs, state, routing_of(runner))
 
@@ -143,3 +145,19 @@ def capturing(sizes: list[int]) -> Iterator[None]:
     decode = dataclasses.replace(config.decode, bs=sizes)
     with get_exec().graph.override(cuda_graph_config=dataclasses.replace(config, decode=decode)):
         yield
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """Take off a model's forward hooks while graphs are captured.
+
+    SGLang registers `--forward-hooks` after its own captures, so that hooks run in forwards without a graph only.
+    """
+    hooked = [(module, module._forward_hooks) for module in model.modules() if module._forward_hooks]
+    for module, _ in hooked:
+        module._forward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for module, hooks in hooked:
+            module._forward_hooks = hooks

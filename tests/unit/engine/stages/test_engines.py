@@ -6,7 +6,9 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from torch import nn
 
 from sglang_dflash.engine.stages import engines
 from sglang_dflash.engine.stages.engines import build_while_they_fit, capturing, fewer
@@ -94,6 +96,7 @@ def test_graphs_are_captured_with_the_state_attached(monkeypatch: pytest.MonkeyP
         prefill_attention_backend_str="fa3",
         decode_attention_backend_str="fa3",
         kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: order.append("bound")),
+        model=nn.Module(),
     )
     state = SimpleNamespace(attach=lambda to: order.append("attached"))
     monkeypatch.setattr(engines, "get_spec", lambda: SimpleNamespace(override=lambda **_: nullcontext()))
@@ -101,3 +104,13 @@ def test_graphs_are_captured_with_the_state_attached(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engines, "routing_of", lambda runner: {})
     engines._build_engine(runner, state, 4, Graphs.__new__(Graphs))
     assert order == ["backend", "bound", "attached", "captured"]
+
+
+def test_hooks_are_off_while_graphs_are_captured() -> None:
+    model, seen = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(module))
+    with engines.without_hooks(model):
+        model(torch.ones(1, 2))
+    assert not seen
+    model(torch.ones(1, 2))
+    assert seen == [model[0]]
