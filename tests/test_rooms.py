@@ -33,7 +33,13 @@ FLOORS: dict[str, tuple[set[str], ...]] = {
     "platforms": ({"rehearsal"}, {"cpu"}),
     "reference": ({"torch", "mlx"},),
     "pairs": ({"tiny", "smollm2"}, {"servers"}),
-    "engine": ({"worker", "hooks"}, {"config", "metrics"}, {"stages", "host"}, {"width", "draft", "memory"}, {"step"}),
+    "engine": (
+        {"worker", "hooks"},
+        {"config", "metrics"},
+        {"stages", "host"},
+        {"width", "draft", "memory"},
+        {"step", "saver"},
+    ),
 }
 
 

@@ -227,6 +227,7 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
             "side by side); set SGLANG_USE_HND_KVCACHE=0"
         )
     arguments.require_rollback()
+    arguments.require_backup()
     _check_parallel(arguments)
     if flags.fp8_head:
         _check_fp8_head(arguments)

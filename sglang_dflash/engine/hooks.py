@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_dflash.engine import saver
 from sglang_dflash.engine.config import DFlashConfig
 from sglang_dflash.engine.draft import weight_push
 from sglang_dflash.engine.draft.weight_update import own_checkpoint_only
@@ -44,6 +45,7 @@ def hook_scheduler(config: DFlashConfig) -> None:
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),
         HOOKS["new_version"]: (outcomes_before_version, HookType.AROUND),
+        HOOKS["resume"]: (saver.clear_padding, HookType.AFTER),
         HOOKS["experts"]: (experts_of_blocks(config.widest), HookType.AROUND),
     }
     if config.flags.simulated is None:  # with simulated acceptance SGLang rejects sampling masks

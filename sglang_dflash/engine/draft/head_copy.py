@@ -17,6 +17,8 @@ import torch
 from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear
 from torch import nn
 
+from sglang_dflash.engine import saver
+
 logger = logging.getLogger(__name__)
 
 E4M3 = torch.float8_e4m3fn
@@ -40,7 +42,8 @@ class HeadCopy:
         """
         self.head, self.row_D, self.by_method = head, row_D, by_method
         (n_rows, width), like = self._shape()
-        self.allocate(len(row_D) if row_D is not None else n_rows, width, like)
+        with saver.weights():
+            self.allocate(len(row_D) if row_D is not None else n_rows, width, like)
         self.fill()
         if isinstance(head, nn.Embedding):  # a head without a method, such as Gemma's
             head.quant_method = SimpleNamespace(process_weights_after_loading=lambda layer: None)  # type: ignore[assignment]

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
 
+from sglang_dflash.engine import saver
 from sglang_dflash.engine.draft.record import Checkpoint
 
 
@@ -44,12 +45,14 @@ def reach(rotary: RotaryEmbedding, n_positions: int) -> None:
 
     SGLang has a method for this, but for linear scaling it omits the scale in new rows.
     """
+    table = rotary.cos_sin_cache
     if not isinstance(rotary, LinearScalingRotaryEmbedding):
         rotary._ensure_cos_sin_cache_length(n_positions - 1)
-        return
-    table = rotary.cos_sin_cache
-    if len(table) < n_positions:
+    elif len(table) < n_positions:
         (factor,) = rotary.scaling_factors
         # SGLang computes a table with `factor` times `max_position_embeddings` rows.
         rotary.max_position_embeddings = math.ceil(n_positions / factor)
         rotary.cos_sin_cache = rotary._compute_cos_sin_cache().to(table)
+    if saver.is_on():  # a table that SGLang or this function has extended lies outside the saver's regions
+        with saver.weights():
+            rotary.cos_sin_cache = rotary.cos_sin_cache.clone()

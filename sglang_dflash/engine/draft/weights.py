@@ -10,6 +10,7 @@ from sglang.srt.layers.parameter import BasevLLMParameter
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
+from sglang_dflash.engine import saver
 from sglang_dflash.engine.draft.files import BORROWED, ROTARY, own_name
 from sglang_dflash.engine.draft.lilicorr_fields import HEAD
 from sglang_dflash.engine.draft.pair import unused
@@ -102,7 +103,8 @@ def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
     The weights exist only once, so an update of a parameter also updates the stack.
     """
-    stack = torch.stack([p.data for p in parameters])
+    with saver.weights():
+        stack = torch.stack([p.data for p in parameters])
     for parameter, row in zip(parameters, stack, strict=True):
         parameter.data = row
     return stack

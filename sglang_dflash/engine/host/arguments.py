@@ -21,7 +21,6 @@ UNSUPPORTED = {
     "enable_linear_replayssm": "a step of one token would put its state change where this plugin does not read",
     "enable_linear_replayssm_spec": "this plugin records the state changes of a block itself",
     "enable_return_indexer_topk": "the draft's forward would write into the returned values too",
-    "enable_memory_saver": "a part of the draft's weights would stay in GPU memory",
     "enable_symm_mem": "it was not tested with one CUDA graph per verify width",
     "enable_torch_compile": "it was not tested, and may compile the target once per verify width",
     "use_ray": "Ray's schedulers do not load plugins",
@@ -88,6 +87,8 @@ class Arguments:
     deterministic: bool = False  # `--enable-deterministic-inference`, which `--rl-on-policy-target` sets too
     model_impl: str = "auto"
     heads_first: bool = False  # SGLANG_USE_HND_KVCACHE: a page of the KV cache holds the tokens of each head together
+    memory_saver: bool = False  # `--enable-memory-saver`
+    backs_up_draft: bool = False  # a release of the weights keeps a copy of the draft's on the host
 
     def require_draft_path(self) -> str:
         """Return the draft's path.
@@ -105,6 +106,15 @@ class Arguments:
             raise NotSupported(
                 "--grammar-backend outlines is not supported with DFLASH (its grammars cannot take back a rejected "
                 "draft); give xgrammar or llguidance"
+            )
+
+    def require_backup(self) -> None:
+        """Check that a release of the weights keeps the draft's, or raise NotSupported."""
+        if self.memory_saver and not self.backs_up_draft:
+            raise NotSupported(
+                "--enable-memory-saver without a copy of the draft's weights is not supported with DFLASH (a release "
+                "of the weights would lose the draft); add --enable-draft-weights-cpu-backup, or "
+                "--enable-weights-cpu-backup, which also keeps the target's"
             )
 
 
@@ -151,6 +161,8 @@ def arguments_of(server_args: Any) -> Arguments:
         deterministic=args.enable_deterministic_inference or args.rl_on_policy_target is not None,
         model_impl=args.model_impl,
         heads_first=envs.SGLANG_USE_HND_KVCACHE.get(),
+        memory_saver=args.enable_memory_saver,
+        backs_up_draft=args.enable_weights_cpu_backup or args.enable_draft_weights_cpu_backup,
     )
 
 

@@ -20,6 +20,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.utils import async_h2d
 from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context
 
+from sglang_dflash.engine import saver
 from sglang_dflash.engine.draft.lilicorr import Last
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.engine.memory.slots import DraftSlots
@@ -41,7 +42,8 @@ class LateRows:
 
         `n_steps`: largest number of rows per request.
         """
-        self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
+        with saver.kv_cache():  # a release drops all rows, see `forget`
+            self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
         self.n_steps = n_steps
         self.rids: Sequence[str] = ()
         self.positions: list[torch.Tensor] = []  # int64 [B], by step

@@ -22,6 +22,7 @@ from sglang_dflash_kernels.accept import Accepted
 from sglang_dflash_kernels.copy_draft import COPY_DRAFT, N_CLASSES, Copied, Texts
 from sglang_dflash_kernels.weigh_copies import WEIGH_COPIES
 
+from sglang_dflash.engine import saver
 from sglang_dflash.engine.step import Plan
 from sglang_dflash.flags import Copy
 
@@ -98,7 +99,8 @@ class TextCopies:
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
         """`req_to_token`: SGLang's request table [Q, M]."""
         self.vocab_size, self.device = vocab_size, req_to_token.device
-        self.text_QM = torch.zeros_like(req_to_token, dtype=torch.int32)
+        with saver.kv_cache():  # `read` writes a request's whole history again
+            self.text_QM = torch.zeros_like(req_to_token, dtype=torch.int32)
         self.counts_QK2 = torch.zeros(len(req_to_token), N_CLASSES, 2, dtype=torch.int32, device=self.device)
         self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # over all requests, see `totals`
         self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)

@@ -14,7 +14,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_dflash.engine.host import contract
-from sglang_dflash.platforms.cpu import transfer
+from sglang_dflash.platforms.cpu import saver, transfer
 
 ATTENTION_BACKEND = "torch_native"
 
@@ -29,9 +29,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     packs_weights = True
 
     def __init__(self) -> None:
-        """Install the transfer engine in every process, before a model runner is imported."""
+        """Install the transfer engine and the memory saver in every process, before a model runner is imported."""
         super().__init__()
         transfer.install()
+        saver.install(self.memory_saver())
+
+    def memory_saver(self) -> saver.KeepingSaver:
+        """Return the stand-in for the memory saver."""
+        return saver.KeepingSaver()
 
     def get_dispatch_key_name(self) -> str:
         return "native"

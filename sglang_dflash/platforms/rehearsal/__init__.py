@@ -16,6 +16,7 @@ interpreter too. With `streams` CUDA's streams are emulated. The emulation is ex
     streams           streams and events, and the check that accesses to memory are ordered
     watch             recorder of accesses to memory
     branches          streams inside a captured forward
+    saver             memory that `/release_memory_occupation` gives back
     operands          tensors that an operation reads and writes
     overlap           replacements where SGLang orders streams only on CUDA
     exchange          number of elements that ranks exchange in a step

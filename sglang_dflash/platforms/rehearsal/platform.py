@@ -7,6 +7,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities
 
 from sglang_dflash import flags
 from sglang_dflash.platforms.cpu.platform import ATTENTION_BACKEND, CpuPlatform
+from sglang_dflash.platforms.cpu.saver import KeepingSaver
 
 BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha")
 
@@ -16,6 +17,11 @@ class RehearsalPlatform(CpuPlatform):
 
     capabilities = PlatformCapabilities(graph_capture=True)
     packs_weights = False  # a GPU multiplies by plain weights
+
+    def memory_saver(self) -> KeepingSaver:
+        from sglang_dflash.platforms.rehearsal.saver import Saver
+
+        return Saver()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang_dflash.platforms.rehearsal import capability

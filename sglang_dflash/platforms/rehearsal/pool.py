@@ -42,6 +42,11 @@ class Pool:
         self._free: dict[int, list[tuple[int, int]]] = {}
         self.n_bytes = 0  # total size of the segments
 
+    @property
+    def begin(self) -> int:
+        """Return the address of the first segment. The segments lie side by side."""
+        return self._base
+
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._base <= tensor.data_ptr() < self._base + self._memory.nbytes
 
