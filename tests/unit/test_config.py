@@ -259,6 +259,14 @@ def test_refused_arguments_exist_in_sglang():
     assert {*UNSUPPORTED, *IGNORED} <= known
 
 
+def test_the_memory_saver_needs_a_copy_of_the_draft():
+    check_arguments(replace(ARGUMENTS, memory_saver=True, backs_up_draft=True), FLAGS)
+    check_arguments(replace(ARGUMENTS, backs_up_draft=True), FLAGS)
+    sentence = r"^--enable-memory-saver without a copy .*; add --enable-draft-weights-cpu-backup, or --enable-w"
+    with pytest.raises(NotSupported, match=sentence):
+        check_arguments(replace(ARGUMENTS, memory_saver=True), FLAGS)
+
+
 def test_outlines_is_refused():
     for backend in (None, "xgrammar", "llguidance", "none"):
         check_arguments(replace(ARGUMENTS, grammar_backend=backend), FLAGS)

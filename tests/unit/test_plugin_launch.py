@@ -75,6 +75,12 @@ BAD = {
         "NotSupported: --speculative-accept-threshold-single 0.9 would change the output distribution; drop the flag",
         "--speculative-accept-threshold-single 0.9",
     ),
+    "memory saver without a copy of the draft": Bad(
+        "NotSupported: --enable-memory-saver without a copy of the draft's weights is not supported with DFLASH (a "
+        "release of the weights would lose the draft); add --enable-draft-weights-cpu-backup, or "
+        "--enable-weights-cpu-backup, which also keeps the target's",
+        "--enable-memory-saver",
+    ),
     "linear replay of states": Bad(
         "NotSupported: --enable-linear-replayssm-spec is not supported with DFLASH", "--enable-linear-replayssm-spec"
     ),
@@ -207,6 +213,15 @@ def test_flags_of_other_algorithms_are_ignored(given, launch, pair):
     assert json.loads(ended.out.splitlines()[-1])["fields"] == dict(zip(fields, (1, 1, False), strict=True))
     ignored = re.findall(r"(--[a-z-]+) is ignored: ", ended.err + ended.out)
     assert ignored == ([word for word in OTHERS.split() if word[0] == "-" and "window" not in word] if given else [])
+
+
+@pytest.mark.parametrize("backup", ["--enable-weights-cpu-backup", "--enable-draft-weights-cpu-backup"])
+def test_each_backup_keeps_the_draft(backup, launch, pair):
+    line = CPU.format(target=pair["hybrid"], draft=pair["draft"])
+    ended = launch("parse", "--resolve", *line.split(), "--enable-memory-saver", backup)
+    assert ended.code == 0, ended.err
+    arguments = json.loads(ended.out.splitlines()[-1])["arguments"]
+    assert (arguments["memory_saver"], arguments["backs_up_draft"]) == (True, True)
 
 
 def without(name: str, draft: Path) -> Path:

@@ -23,6 +23,7 @@ from sglang.srt.utils import async_h2d
 from sglang_dflash_kernels.accept import Accepted
 from sglang_dflash_kernels.penalise import Asked, additive, penalise_, scaling
 
+from sglang_dflash.engine import saver
 from sglang_dflash.engine.step import Plan
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,8 @@ class Penalties:
         if free is None:
             free = len(self.counts_RV)
             n_new = max(FEWEST_ROWS, free)
-            self.counts_RV = torch.cat([self.counts_RV, self.counts_RV.new_zeros(n_new, self.counts_RV.shape[1])])
+            with saver.kv_cache():  # a release leaves no running request, and `_seed` counts again
+                self.counts_RV = torch.cat([self.counts_RV, self.counts_RV.new_zeros(n_new, self.counts_RV.shape[1])])
             logger.info(
                 "penalties: counting the output of up to %d requests, %d bytes",
                 len(self.counts_RV),

@@ -171,7 +171,8 @@ def held() -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that this package's objects hold, with their names."""
     for thing in gc.get_objects():
         kind = type(thing)
-        if kind.__module__.startswith(OURS) and not kind.__module__.startswith(NOT_OURS):
+        module = str(kind.__module__)  # some classes have a descriptor instead of a name
+        if module.startswith(OURS) and not module.startswith(NOT_OURS):
             yield from ((f"{kind.__name__}.{name}", tensor) for name, tensor in tensors_of(thing))
 
 
