@@ -6,7 +6,7 @@ The emulated memory saver overwrites released memory. It raises an error if larg
 import re
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,8 +17,8 @@ from sglang_dflash.pairs.servers.server import Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import Oracle, oracle
 from tests.server.lib.rehearsals import FA3, GRAPHS, RANDOM_WIDTHS, SM90
-from tests.server.lib.talk import post, push, steps, tokens_of
-from tests.server.lib.variants import TRACK, window
+from tests.server.lib.talk import post, push, steps, stream, tokens_of
+from tests.server.lib.variants import TRACK, VARIANTS, window
 
 N_PROMPTS, MAX_NEW_TOKENS, N_ROUNDS = 4, 48, 5
 GROWTH = 2**26  # bytes that the scheduler's process may gain after its second round
@@ -26,6 +26,8 @@ TAGS = ("kv_cache", "weights", "cuda_graph")
 KEPT = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 DRAFT_KEPT = ("--enable-memory-saver", "--enable-draft-weights-cpu-backup")
 GRAPH_MEMORY = (("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1"),)  # without it SGLang's tag `cuda_graph` releases nothing
+
+OPTIONS: tuple[dict[str, Any], ...] = ({"temperature": 1.0, "min_p": 0.1}, {"frequency_penalty": 1.0})
 
 
 class Row(NamedTuple):
@@ -102,6 +104,8 @@ def test_answers_and_steps_stay(name: str, pool: Any, questions: Callable, refer
 
     before = ask(1)
     assert before == (wanted or before)
+    for options in OPTIONS:  # memory that some requests need is released too
+        server.generate(prompts[0], max_new_tokens=8, fields={"return_logprob": True}, **options)
     for _ in range(N_ROUNDS):
         release(server, *TAGS)
         resume(server, *TAGS)
@@ -110,6 +114,17 @@ def test_answers_and_steps_stay(name: str, pool: Any, questions: Callable, refer
         n_bytes.append(scheduler_bytes(server))
     require_no_growth(server, n_bytes)
     pool.drop(server)
+
+
+def test_a_cpu_releases_nothing(server: Callable, questions: Callable) -> None:
+    """Without CUDA `torch_memory_saver` itself would end every process that SGLang starts."""
+    kept, prompts = server(flags=(*DRAFT_KEPT, *VARIANTS["hybrid"].flags)), questions(2, seed=35)
+    before = kept.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
+    release(kept, *TAGS)
+    resume(kept, *TAGS)
+    after = kept.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
+    assert tokens_of(after) == tokens_of(before)
+    assert list(map(steps, after)) == list(map(steps, before))
 
 
 def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -165,24 +180,32 @@ def test_the_draft_is_kept_without_a_push(pool: Any, questions: Callable) -> Non
 
 
 @pytest.mark.full
-def test_paused_requests_continue_after_a_resume(pool: Any, questions: Callable, reference: Callable) -> None:
-    """Requests that a pause has retracted keep no KV cache, and new ones wait. A resume serves both."""
+def test_paused_requests_continue_after_a_resume(pool: Any, questions: Callable) -> None:
+    """Requests that a pause has retracted keep no KV cache, and new ones wait. A resume serves both.
+
+    Counts for penalties are among the memory that the resumed requests need again.
+    """
     server, prompts = start(pool, ROWS["hybrid"], KEPT), questions(6, "hybrid", seed=34)
-    expected = [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
-
-    def ask(prompt: list[int]) -> list[int]:
-        return server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).token_ids
-
+    asked: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True, "frequency_penalty": 0.4}
+    expected = [server.generate(prompt, **asked).token_ids for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
-        running = [threads.submit(ask, prompt) for prompt in prompts[:4]]
-        while server.load()["num_running_reqs"] == 0:
-            time.sleep(0.01)
+
+        def ask(some: list[list[int]]) -> list[Future[list[int]]]:
+            return [
+                threads.submit(lambda prompt: server.generate(prompt, **asked).token_ids, prompt) for prompt in some
+            ]
+
+        answer = stream(server, prompts[0], **asked)
+        next(answer)
+        running = ask(prompts[1:4])
+        assert next(answer).meta["completion_tokens"] < 150
         assert post(server, "/pause_generation", {"mode": "retract"}).status_code == 200
-        assert not all(answer.done() for answer in running), "nothing was paused"
         release(server, *TAGS)
-        waiting = [threads.submit(ask, prompt) for prompt in prompts[4:]]
-        time.sleep(0.5)
+        waiting = ask(prompts[4:])
+        time.sleep(1)
+        assert not any(future.done() for future in (*running, *waiting))
         resume(server, *TAGS)
         assert post(server, "/continue_generation").status_code == 200
-        assert [answer.result() for answer in (*running, *waiting)] == expected
+        *_, streamed = answer
+        assert [streamed.token_ids, *(future.result() for future in (*running, *waiting))] == expected
     pool.drop(server)
