@@ -148,6 +148,19 @@ def put(values: Mapping[str, Any], within: str = "") -> None:
         setattr(importlib.import_module(module), name, value)
 
 
+def default_to_cpu() -> None:
+    """Let `torch.get_device_module()` return `torch.cpu` in CUDA builds too.
+
+    Qwen3-Next uses it to place its norms, and a release of memory to wait for the device.
+    """
+    get_device_module = torch.get_device_module
+
+    def default_here(device: torch.device | str | None = None) -> ModuleType:
+        return torch.cpu if device is None else get_device_module(device)
+
+    torch.get_device_module = default_here  # type: ignore[assignment]
+
+
 def verify() -> None:
     """Check that every stand-in is at its target, and that no SGLang module still has an original.
 

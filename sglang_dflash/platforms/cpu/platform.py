@@ -81,6 +81,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_dflash.platforms.cpu import install
 
         register_choices()
+        install.default_to_cpu()
         install.install(install.at_import())
 
     def post_load_model(self, model: torch.nn.Module) -> None:

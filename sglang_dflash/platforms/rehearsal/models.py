@@ -1,12 +1,11 @@
 """Replacements for layers of a few model families, which SGLang computes with GPU-only kernels or on the host.
 
-`layers` installs them after a model is loaded, because SGLang's models are imported only then. `before_loading` is
-called before.
+`layers` installs them after a model is loaded, because SGLang's models are imported only then.
 """
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,16 +15,6 @@ from sglang_dflash.platforms.rehearsal import graph
 
 _MINIMAX = "sglang.srt.models.minimax_m2"
 _EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
-
-
-def before_loading() -> None:
-    """Let `torch.get_device_module()` return `torch.cpu` in CUDA builds too. Qwen3-Next uses it to place its norms."""
-    get_device_module = torch.get_device_module
-
-    def default_here(device: torch.device | str | None = None) -> ModuleType:
-        return torch.cpu if device is None else get_device_module(device)
-
-    torch.get_device_module = default_here  # type: ignore[assignment]
 
 
 def layers(model: torch.nn.Module) -> None:

@@ -44,12 +44,12 @@ class RehearsalPlatform(CpuPlatform):
     def init_backend(self) -> None:
         from sglang_dflash.platforms.cpu import install
         from sglang_dflash.platforms.cpu.platform import register_choices
-        from sglang_dflash.platforms.rehearsal import models, overlap, qwen, seams
+        from sglang_dflash.platforms.rehearsal import overlap, qwen, seams
 
         seams.device()
         qwen.device()
         qwen.before_models()
-        models.before_loading()
+        install.default_to_cpu()
         register_choices()
         with_streams = overlap.device() if flags.current().rehearse.streams else {}
         install.install(seams.as_launches(install.at_import()) | with_streams)
