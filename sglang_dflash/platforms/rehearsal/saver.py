@@ -167,9 +167,19 @@ def require_inside(saver: Saver) -> None:
         )
 
 
+def objects() -> list[Any]:
+    """Return all objects that Python's collector knows, also those that SGLang has frozen after its start."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    found = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return found
+
+
 def held() -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that this package's objects hold, with their names."""
-    for thing in gc.get_objects():
+    for thing in objects():
         kind = type(thing)
         module = str(kind.__module__)  # some classes have a descriptor instead of a name
         if module.startswith(OURS) and not module.startswith(NOT_OURS):

@@ -1,5 +1,6 @@
 """Emulated memory saver: what a release loses, what a resume restores, and the rule that weights lie in regions."""
 
+import gc
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -99,13 +100,19 @@ def test_a_graph_replays_after_its_memory_was_released(saver: Saver) -> None:
     assert (out == 8).all()
 
 
-def test_the_rule_sees_attributes_parameters_buffers_and_fields() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_rule_sees_attributes_parameters_buffers_and_fields(frozen: bool) -> None:
+    """SGLang freezes the objects of a scheduler that has started."""
     module, fields = Held(), HeldFields(torch.zeros(1))
+    if frozen:
+        gc.freeze()
     found = {name: tensor for name, tensor in held() if name.startswith(("Held.", "HeldFields."))}
     assert found["Held.parameter"] is module.parameter
     assert found["Held.table"] is module.table
     assert found["Held.listed"] is module.listed[0]
     assert found["HeldFields.row"] is fields.row
+    assert (gc.get_freeze_count() > 0) == frozen
+    gc.unfreeze()
 
 
 def test_weights_outside_all_regions_are_refused(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
