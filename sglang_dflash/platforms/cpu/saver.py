@@ -17,7 +17,7 @@ class KeepingSaver:
     def region(self, tag: str, enable_cpu_backup: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def cuda_graph(self, **kwargs: Any) -> AbstractContextManager[None]:
+    def cuda_graph(self, *, tag: str, enable_cpu_backup: bool = False, **options: Any) -> AbstractContextManager[None]:
         """Raise an error, because a CPU has no graphs."""
         raise NotImplementedError
 
