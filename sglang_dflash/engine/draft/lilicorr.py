@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sglang_dflash.engine import saver
 from sglang_dflash.engine.draft.lilicorr_fields import N_NUMBERS
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.target_ends import TargetEnds, most_probable
@@ -39,7 +40,8 @@ class LastContext:
     """
 
     def __init__(self, n_rows: int, hidden_size: int, like: torch.Tensor) -> None:
-        self.row_RH = like.new_zeros(n_rows, hidden_size)
+        with saver.kv_cache():  # a release leaves no running request, and prompts write their rows
+            self.row_RH = like.new_zeros(n_rows, hidden_size)
 
     def keep(self, last: Last, context_TH: torch.Tensor) -> None:
         """Store the context rows of the last tokens."""
