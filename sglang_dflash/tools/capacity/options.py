@@ -29,7 +29,8 @@ WITHOUT_EFFECT = (
     *("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-port", "--base-gpu-id", "--skip-server-warmup"),
     *("--enable-cache-report", "--mamba-track-interval", "--num-continuous-decode-steps", "--moe-runner-backend"),
     *("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-draft-sink-size"),
-    "--speculative-dspark-block-size",
+    *("--speculative-dspark-block-size", "--enable-memory-saver"),
+    *("--enable-weights-cpu-backup", "--enable-draft-weights-cpu-backup"),
 )
 # Launch flags that are not counted, and that are so similar to an option that they would count as misspelt.
 SIMILAR = ("--dp-size", "--pp-size", "--mm-attention-backend")
