@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,7 @@ def default_to_cpu() -> None:
     """
     get_device_module = torch.get_device_module
 
+    @wraps(get_device_module)  # torch.compile reads its `__wrapped__`
     def default_here(device: torch.device | str | None = None) -> ModuleType:
         return torch.cpu if device is None else get_device_module(device)
 

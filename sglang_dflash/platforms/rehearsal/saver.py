@@ -188,7 +188,7 @@ def held() -> Iterator[tuple[str, torch.Tensor]]:
 
 def tensors_of(thing: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in attributes of an object, and the parameters and buffers of a module, with their names."""
-    if isinstance(thing, nn.Module):
+    if isinstance(thing, nn.Module) and "_parameters" in vars(thing):  # else it is under construction
         yield from thing.named_parameters()
         yield from thing.named_buffers()
     fields = cast(Any, thing)._asdict() if isinstance(thing, tuple) else vars(thing)

@@ -139,7 +139,8 @@ def test_draft_forward_over_its_launches_is_refused(monkeypatch: pytest.MonkeyPa
     model.layers = nn.ModuleList([nn.Module()])
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=1))
     model.candidate_selector, model.context = None, SimpleNamespace(qkv_LXH=torch.ones(1))
-    model.domino, model.fields = None, SimpleNamespace(gating="", hidden_act="silu", n_drafts=N - 1)
+    model.domino = model.lilicorr = None
+    model.fields = SimpleNamespace(gating="", hidden_act="silu", n_drafts=N - 1)
     model.ends = TargetEnds(nn.Identity(), None, V, 0, cast(Any, None))
     cost.watch_parameters(model)
     most = budget.draft_forward(1, second=False, ranks=False, fp8_head=False)

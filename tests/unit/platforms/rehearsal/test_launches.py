@@ -69,7 +69,7 @@ def test_only_plain_greedy_steps_have_a_budget(greedy: bool) -> None:
 
     config = SimpleNamespace(
         draft_window=None,
-        draft=SimpleNamespace(norms_features=False, sliding_window=None),
+        draft=SimpleNamespace(norms_features=False, lilicorr=None, sliding_window=None),
         draft_attention_backend="fa3",
     )
     worker = SimpleNamespace(config=config, target_runner=SimpleNamespace(decode_attention_backend_str="fa3"))
