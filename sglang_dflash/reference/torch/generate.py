@@ -8,7 +8,7 @@ This module has no batches and no serving engine: it uses only the draft's forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from sglang_dflash.engine.draft.generation import DecodedStep, ended
 from sglang_dflash.reference.torch.copies import Copies, NoCopies
 from sglang_dflash.reference.torch.draft import Begin, ContextKV, Draft
-from sglang_dflash.reference.torch.target import TargetReader, check_pair
+from sglang_dflash.reference.torch.target import NO_IMAGES, TargetReader, check_pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,18 @@ class Options:
 
 @torch.inference_mode()
 def spec_steps(
-    draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, options: Options
+    draft: Draft,
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    options: Options,
+    *,
+    images: Mapping[str, torch.Tensor] = NO_IMAGES,
 ) -> Iterator[DecodedStep]:
     """Yield the steps of one generation; their `committed` tokens concatenated are the continuation.
 
     Args:
         input_ids: int64 [1, prompt].
+        images: a processor's further outputs for a prompt with images: pixels, grids and token types.
 
     Raises:
         ValueError: draft, target, prompt and options do not match, or the target cannot undo rejected tokens.
@@ -76,7 +82,7 @@ def spec_steps(
     check_pair(draft.config, target)
     N, width = _checked_sizes(draft, input_ids, options)
     reader = TargetReader(target, draft.config.target_layer_ids)
-    reading = reader.read(input_ids)
+    reading = reader.read(input_ids, images)
     anchor = choose(reading.logits_1SV[0, -1:], options)  # int64 [1], still on the device
     context = draft.context_kv(reading.features_1SC.to(draft.dtype))
     copies = Copies(input_ids[0].tolist()) if options.copies else NoCopies()

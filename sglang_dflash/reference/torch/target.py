@@ -5,7 +5,8 @@ DeltaNet). So recurrent states are copied before a block is read. After a reject
 kept tokens are read again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ class Undo(NamedTuple):
     states: list[torch.Tensor]
 
 
+NO_IMAGES: Mapping[str, torch.Tensor] = MappingProxyType({})
 NORMS = ("norm", "embedding_norm", "norm_f")  # names of a decoder's final norm
 
 
@@ -79,6 +81,7 @@ class TargetReader:
         self.model = model
         self.layer_ids = layer_ids
         self.cache = DynamicCache(config=model.config)
+        self.shift = 0  # position of the next token minus number of tokens; images take fewer positions than tokens
         kinds = {type(layer) for layer in self.cache.layers}
         unknown = kinds - {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
         if unknown or not kinds:
@@ -94,16 +97,19 @@ class TargetReader:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()  # needed to restore K and V that slid out of the window
 
-    def read(self, ids_1S: torch.Tensor) -> Reading:
-        """Read S more tokens that will not be undone. Only the logits after the last token are computed."""
-        reading = self._forward(ids_1S, n_logits=1)
+    def read(self, ids_1S: torch.Tensor, images: Mapping[str, torch.Tensor] = NO_IMAGES) -> Reading:
+        """Read S more tokens that will not be undone. Only the logits after the last token are computed.
+
+        `images`: a processor's further outputs for a prompt with images. Such a prompt must be read first and whole.
+        """
+        reading = self._forward(ids_1S, 1, images)
         self._cut(0)
         return reading
 
     def read_block(self, ids_1N: torch.Tensor) -> tuple[Reading, Undo]:
         """Read a block, with logits after each token. Then the caller must call `keep` with the returned `Undo`."""
         undo = Undo(ids_1N, [state.clone() for state in self._states()])
-        return self._forward(ids_1N, n_logits=ids_1N.shape[1]), undo
+        return self._forward(ids_1N, ids_1N.shape[1]), undo
 
     def keep(self, n: int, undo: Undo) -> None:
         """Undo all but the first `n` tokens of the last block."""
@@ -120,10 +126,17 @@ class TargetReader:
         kinds = (kind for layer in self.recurrent for kind in (layer.conv_states, layer.recurrent_states))
         return [state for kind in kinds for state in kind.values() if state is not None]
 
-    def _forward(self, ids_1S: torch.Tensor, n_logits: int) -> Reading:
+    def _forward(self, ids_1S: torch.Tensor, n_logits: int, images: Mapping[str, torch.Tensor] = NO_IMAGES) -> Reading:
+        inputs = dict(images)
+        if not images:
+            # Given here, because Transformers would shift them by the last images that the model has read.
+            first = self.cache.get_seq_length() + self.shift
+            inputs["position_ids"] = torch.arange(first, first + ids_1S.shape[1], device=ids_1S.device)[None]
         out, states = states_of(
-            self.model, input_ids=ids_1S, past_key_values=self.cache, use_cache=True, logits_to_keep=n_logits
+            self.model, input_ids=ids_1S, past_key_values=self.cache, use_cache=True, logits_to_keep=n_logits, **inputs
         )
+        if images:
+            self.shift = int(out.rope_deltas)
         return Reading(out.logits, target_features(states, self.layer_ids))
 
     def _cut(self, n: int) -> None:
