@@ -45,7 +45,7 @@ class DFlashConfig:
         draft_load_format: value for `--speculative-draft-load-format`; None: the target's format.
         draft_window: number of context tokens per request that the draft keeps and attends to; None: all. The smaller
             of `--speculative-draft-window-size` and, if every draft layer is a sliding layer, the checkpoint's window.
-            With disaggregation always None.
+            With disaggregation always None, see `fit.layers`.
         draft_attention_backend: attention backend of the draft, see `backends.resolve`.
         disaggregation: value of `--disaggregation-mode`.
         draft: fields of the draft checkpoint.
@@ -144,7 +144,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     check_pair(draft, target.path, **sizes)
     block_size = fit.block_size(arguments, draft)
     fit.check_heads(arguments, draft)
-    draft_window = fit.window(arguments, draft, block_size)
+    draft_window, layers = fit.window(arguments, draft, block_size), fit.layers(arguments, draft)
     fit.check_sessions(arguments, draft_window)
     fit.check_rings(arguments, draft_window)
     fit.check_disaggregation(arguments, draft)
@@ -172,7 +172,9 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
         draft_window=draft_window,
         disaggregation=arguments.disaggregation,
         draft_attention_backend=backends.resolve(
-            asked=arguments.draft_backend, target=arguments.target_backend, needs=_needs(arguments, draft)
+            asked=arguments.draft_backend,
+            target=arguments.target_backend,
+            needs=_needs(arguments, layers),
         ),
     )
 

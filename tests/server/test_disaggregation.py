@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from sglang_dflash.engine.draft.record import SLIDING
 from sglang_dflash.pairs.servers.errors import ServerError
 from sglang_dflash.pairs.servers.ports import free_port
 from sglang_dflash.pairs.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
-from tests.server.lib.oracle import Expected
+from tests.server.lib.oracle import Expected, oracle
+from tests.server.lib.pairs import pair_of
 from tests.server.lib.penalised import ASKED, edited_answer, end_token, penalty_rule
 from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.rows import require_logprobs, require_rows
-from tests.server.lib.variants import TWO_NODES
+from tests.server.lib.variants import TWO_NODES, Variant, window
 
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
 # Seconds, shorter than the defaults, so that a server soon gives up waiting for the other.
@@ -41,6 +43,7 @@ pytestmark = pytest.mark.full
 
 
 TWO_RANKS = ("--tp", "2")
+NARROW = 24  # tokens of a draft window, less than a prompt has
 TIGHT = ("--max-total-tokens", "352", "--num-reserved-decode-tokens", "1")
 
 
@@ -50,6 +53,7 @@ class Kind(NamedTuple):
     env: tuple[tuple[str, str], ...] = ()
     prefill: tuple[str, ...] = ()  # flags of the prefill server alone
     decode: tuple[str, ...] = ()  # flags of the decode server alone
+    slides: bool = False  # the draft window becomes the window of all of the draft's layers
 
 
 KINDS = {
@@ -62,6 +66,7 @@ KINDS = {
     "prefill-two-ranks": Kind(prefill=TWO_RANKS, env=TWO_NODES),
     "decode-two-ranks": Kind("dense", decode=TWO_RANKS, env=TWO_NODES),
     "fa3-graphs": Kind(flags=(*FA3, *GRAPHS), env=SM90),
+    "fa3-graphs-window": Kind(flags=(*FA3, *GRAPHS, *window(NARROW)), env=SM90, slides=True),
 }
 # Kinds for the tests of a killed server and of a lost request, which take 90 s and 20 s. The other kinds differ in
 # nothing that these affect.
@@ -99,7 +104,9 @@ class Serving(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
-def serving(request: pytest.FixtureRequest, pool: Any, plain_torch: Callable[..., Expected]) -> Iterator[Serving]:
+def serving(
+    request: pytest.FixtureRequest, pool: Any, plain_torch: Callable[..., Expected], tmp_path_factory: Any
+) -> Iterator[Serving]:
     kind: Kind = request.param
     port = free_port(31900)
 
@@ -110,7 +117,14 @@ def serving(request: pytest.FixtureRequest, pool: Any, plain_torch: Callable[...
 
     prefill, decode = start("prefill", "--chunked-prefill-size", "64", *kind.prefill), start("decode", *kind.decode)
     two = Two(prefill, decode, port, count(1))
-    yield Serving(two, kind, plain_torch(N_PROMPTS, MAX_NEW_TOKENS, kind.target))
+    expected = plain_torch(N_PROMPTS, MAX_NEW_TOKENS, kind.target)
+    if kind.slides:
+        sliding = Variant(kind.target, draft_layers=(SLIDING, SLIDING), both_ways=True)
+        expert, before = oracle(pair_of(sliding, tmp_path_factory.mktemp("sliding"), NARROW), None, None), expected
+        steps = [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in expected.prompts]
+        expected = expected._replace(steps=steps)
+        assert expected.steps != before.steps, "the window changes nothing; this row cannot fail"
+    yield Serving(two, kind, expected)
     for server in (two.prefill, two.decode):
         pool.forget(server)
 

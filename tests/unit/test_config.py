@@ -121,8 +121,8 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
             r"over 3 ranks \(--tp-size 6, 2 groups of .*\); set .* so that the ranks of a group are 1 or 2 or 4$",
         ),
         (
-            {"disaggregation": "decode", "draft_window": 64}, NotSupported,
-            "--speculative-draft-window-size is not supported with --disaggregation-mode decode .*; drop --spec",
+            {"disaggregation": "decode", "block_size": 4, "draft_window": 7}, ValueError,
+            "--speculative-draft-window-size 7 is smaller than the block of 8; give at least 8",
         ),
         (
             {"tp_size": 3}, ValueError,

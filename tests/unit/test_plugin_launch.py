@@ -107,9 +107,9 @@ BAD = {
         "data-parallel attention); set --tp-size or --attn-dp-size so that the ranks of a group are 1 or 2 or 4",
         "--tp-size 6 --dp-size 2 --enable-dp-attention --enable-dp-lm-head",
     ),
-    "a window and disaggregation": Bad(
-        "NotSupported: --speculative-draft-window-size is not supported with --disaggregation-mode prefill",
-        "--disaggregation-mode prefill --speculative-draft-window-size 64",
+    "a window below the block, with disaggregation": Bad(
+        "ValueError: --speculative-draft-window-size 7 is smaller than the block of 8; give at least 8",
+        "--disaggregation-mode prefill --speculative-draft-window-size 7 --speculative-num-draft-tokens 4",
     ),
     "a draft without weights": Bad(
         "NotSupported: --speculative-draft-load-format dummy is not supported with DFLASH (with random weights "

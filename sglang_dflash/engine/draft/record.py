@@ -1,7 +1,7 @@
 """Fields of a DFlash checkpoint as one record, independent of files, flags and SGLang."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -223,6 +223,24 @@ class Checkpoint:
     def window(self) -> int | None:
         """Return the window of the draft in tokens; None if a layer attends to the whole context."""
         return None if FULL in self.layer_types else self.sliding_window
+
+    def narrowed(self, window: int | None) -> "Checkpoint":
+        """Return the draft with layers that attend to at most `window` tokens, including the slot; None: itself.
+
+        Raises:
+            NotSupported: full and sliding layers would get different windows, or mask later slots differently.
+        """
+        if window is None or (self.window is not None and self.window <= window):
+            return self
+        causal = self.full_is_causal if FULL in self.layer_types else self.sliding_is_causal
+        if SLIDING in self.layer_types and (window > (self.sliding_window or 0) or causal != self.sliding_is_causal):
+            raise NotSupported(
+                f"a draft window of {window} tokens is not supported with --disaggregation-mode for {self.path} "
+                f"(beside full layers it has sliding layers of {self.sliding_window} tokens, and attention backends "
+                "have one window for all layers, and one mask in a block); drop --speculative-draft-window-size"
+            )
+        sliding = (SLIDING,) * self.num_hidden_layers
+        return replace(self, layer_types=sliding, sliding_window=window, sliding_is_causal=causal, full_is_causal=False)
 
     def unlike_z_lab(self) -> list[str]:
         """Return the names of the fields by which this draft's computation differs from z-lab's DFlash and DFlash 2."""

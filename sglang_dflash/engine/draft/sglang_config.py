@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from sglang.srt.runtime_context import get_disagg, get_spec
 from transformers import PretrainedConfig, Qwen3Config
 
 from sglang_dflash import flags
@@ -80,6 +81,12 @@ def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
         if names_draft(config):
             return sglang_config(checkpoint.parse(checkpoint.completed(config, model, revision), model))
     return None
+
+
+def as_served(draft: Checkpoint) -> Checkpoint:
+    """Return the draft with the windows that its layers have on this server, see `fit.layers`."""
+    keeps_all = get_disagg().disaggregation_mode != "null"
+    return draft.narrowed(get_spec().speculative_draft_window_size if keeps_all else None)
 
 
 def sglang_config(draft: Checkpoint) -> PretrainedConfig:

@@ -47,6 +47,7 @@ from sglang_dflash.engine.draft.packed import unpacked
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.rotary import reach, rotary_of
 from sglang_dflash.engine.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
+from sglang_dflash.engine.draft.sglang_config import as_served
 from sglang_dflash.engine.draft.target_ends import TargetEnds, unscaled, with_copy, with_own_mask
 from sglang_dflash.engine.draft.weights import (
     QUANTIZED,
@@ -134,7 +135,7 @@ class DFlashDraftModel(nn.Module):
         """Build the layers. `config`: a Transformers config with the fields of `Checkpoint.to_json`."""
         super().__init__()
         self.config = config
-        self.fields = fields = checkpoint.parse(config.to_dict(), config._name_or_path)
+        self.fields = fields = as_served(checkpoint.parse(config.to_dict(), config._name_or_path))
         hidden, eps, n_captured = fields.hidden_size, fields.rms_norm_eps, len(fields.target_layer_ids)
         rotary = rotary_of(fields, *get_rope_config(config))
         self.layers = nn.ModuleList(

@@ -42,24 +42,27 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
 
     Raises:
         ValueError: the launch sets a window shorter than a block.
-        NotSupported: the launch sets a window, and K/V are sent to another server (disaggregation).
     """
-    if arguments.disaggregation != "null":
-        # SGLang sends the K/V in the target's KV slots, so the draft must use these slots and keep all context tokens.
-        # The draft's sliding layers still attend only to their window.
-        if arguments.draft_window is not None:
-            raise NotSupported(
-                "--speculative-draft-window-size is not supported with --disaggregation-mode "
-                f"{arguments.disaggregation} (K/V are sent in the target's KV slots, and a draft with a window has "
-                "ring buffers instead); drop --speculative-draft-window-size"
-            )
-        return None
-    if arguments.draft_window is not None and arguments.draft_window < block_size:
+    least = block_size if arguments.disaggregation == "null" else max(block_size, draft.block_size)
+    if arguments.draft_window is not None and arguments.draft_window < least:
         raise ValueError(
-            f"--speculative-draft-window-size {arguments.draft_window} is smaller than the block of {block_size}; "
-            f"give at least {block_size}"
+            f"--speculative-draft-window-size {arguments.draft_window} is smaller than the block of {least}; "
+            f"give at least {least}"
         )
-    return kept_window(arguments.draft_window, draft.window)
+    # With disaggregation SGLang sends the K/V in the target's KV slots, so the draft keeps all context tokens in these.
+    return kept_window(arguments.draft_window, draft.window) if arguments.disaggregation == "null" else None
+
+
+def layers(arguments: Arguments, draft: Checkpoint) -> Checkpoint:
+    """Return the draft with the layers that are served.
+
+    With disaggregation the draft keeps all context tokens, and a draft window becomes the window of its layers. So it
+    limits what a block reads, but saves no memory. The window ends at each slot, not at the anchor.
+
+    Raises:
+        NotSupported: see `Checkpoint.narrowed`.
+    """
+    return draft if arguments.disaggregation == "null" else draft.narrowed(arguments.draft_window)
 
 
 def check_sessions(arguments: Arguments, draft_window: int | None) -> None:

@@ -46,6 +46,21 @@ def test_sliding_layers_look_back_and_full_layers_see_their_block(checkpoints, t
     assert checkpoint.read(str(folder)).window == 32
 
 
+def test_a_window_narrows_all_layers(folder):
+    draft = checkpoint.read(str(folder))
+    assert draft.narrowed(None) is draft
+    narrow = draft.narrowed(16)
+    assert (narrow.layer_windows, narrow.sliding_is_causal) == ((16, 16), False)
+    assert narrow.narrowed(32) is narrow
+    assert narrow.narrowed(8).layer_windows == (8, 8)
+    assert replace(draft, full_is_causal=True).narrowed(16).sliding_is_causal
+    mixed = replace(draft, layer_types=("sliding_attention", "full_attention"), sliding_window=32)
+    assert replace(mixed, sliding_is_causal=False).narrowed(32).layer_windows == (32, 32)
+    for unlike, window in ((mixed, 32), (replace(mixed, sliding_is_causal=False), 33)):
+        with pytest.raises(NotSupported, match=f"^a draft window of {window} .* sliding layers of 32 tokens.*; drop"):
+            unlike.narrowed(window)
+
+
 @pytest.mark.parametrize(
     ("given", "rope"),
     [
