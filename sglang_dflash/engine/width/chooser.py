@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dflash.engine.width.cost import Agree, StepCost, table
 from sglang_dflash.engine.width.policy import Adaptive, Decision, Fixed, Policy, Random
@@ -21,7 +21,14 @@ WIDEST = 32  # largest width in SGLANG_DFLASH_WIDTHS if the block is smaller; n-
 
 Measure = Callable[[int, Sequence[int]], Sequence[float]]  # (number of requests, widths) -> seconds of a step at each
 Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # ids, width, accepted drafts, clock time in s
-Kind = tuple[int, int, int]  # number of a step's requests, its width, and number of interruptions before it
+
+
+class Kind(NamedTuple):
+    """Properties of a step on which its time depends."""
+
+    n_requests: int
+    width: int
+    n_interruptions: int  # before the step
 
 
 class Chooser:
@@ -31,7 +38,7 @@ class Chooser:
     of the step that just finished, on a CPU that of a step launched later. So an interval is used only if all steps
     involved are equal: the finished step, the one before it, and all steps in flight. These steps must have equal
     numbers of requests and equal widths, without a prefill in between. The number of steps in flight must also be equal
-    at both outcomes.
+    at both outcomes. If it is 0, the interval is that of the finished step, so the step before may have another width.
     """
 
     def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
@@ -46,7 +53,7 @@ class Chooser:
     def decide(self, rids: list[str]) -> int:
         """Return the width of the next step of these requests."""
         decision = self.policy.decide(rids)
-        self.in_flight.append((rids, decision, (len(rids), decision.width, self.n_interruptions)))
+        self.in_flight.append((rids, decision, Kind(len(rids), decision.width, self.n_interruptions)))
         return decision.width
 
     def interrupt(self) -> None:
@@ -59,9 +66,8 @@ class Chooser:
         n_requests, width, _ = kind
         assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
         self.policy.observe(rids, decision, n_accepted_B)
-        *before, before_s = self.before
-        steady = before == [kind, len(self.in_flight)] and all(other == kind for *_, other in self.in_flight)
-        if self.policy.cost and steady:
+        before, n_in_flight, before_s = self.before
+        if self.policy.cost and self._is_steady(kind, before, n_in_flight):
             self.policy.cost.observe(n_requests, width, now_s - before_s)
         self.before = kind, len(self.in_flight), now_s
         self.expected_tokens += n_requests * decision.expected
@@ -73,6 +79,14 @@ class Chooser:
         if self.recent.n_steps.total() == REPORT:
             logger.info("%s", self.recent)
             self.recent = Tally()
+
+    def _is_steady(self, kind: Kind, before: Kind | None, n_in_flight: int) -> bool:
+        """Return whether the interval between two outcomes is the time of a step of this kind."""
+        if before is None or n_in_flight != len(self.in_flight):
+            return False
+        if not n_in_flight:
+            return before._replace(width=kind.width) == kind
+        return before == kind and all(other == kind for *_, other in self.in_flight)
 
     def _warn_of_draft(self) -> None:
         """Warn once if hardly any block has an accepted draft. The draft may belong to another target."""

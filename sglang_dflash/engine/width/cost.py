@@ -10,7 +10,12 @@ import numpy as np
 COMMON = 0.1  # fraction of the error by which the times of all widths are corrected
 OWN = 0.03  # further fraction of the error by which the time of the step's own width is corrected
 MOST = 0.15  # bound of the error before a width has had RECENT steps, because some steps take twice as long as usual
-RECENT = 5  # number of last steps of a width whose median error is used
+RECENT = (
+    5  # number of last steps of a width whose median error is used, and of first steps that replace start-up's time
+)
+
+FASTER = 4.0  # bound of the factor by which one time becomes shorter at once
+NEAR = 0.1  # relative difference up to which the first real times replace nothing
 
 Agree = Callable[[np.ndarray], None]  # overwrites an array in place with the same values on every rank
 
@@ -20,8 +25,13 @@ class StepCost:
 
     Real steps include costs that start-up did not measure: the scheduler, longer contexts, other load on the machine.
     These costs are a similar share of a step at every width, so all widths are corrected. An error of the start-up
-    measurement concerns one width, so the step's own width is corrected further. Ranks measure different times but must
-    choose the same width. So corrections are used only after `settle` has made them equal on all ranks.
+    measurement concerns one width, so the step's own width is corrected further. The first real times of a width
+    replace the time from start-up, which may be wrong by any factor. Ranks measure different times but must choose the
+    same width. So corrections are used only after `settle` has made them equal on all ranks.
+
+    Attributes:
+        has_news: a real time has replaced one from start-up since the last `settle`. Equal on all ranks, because it
+            depends on numbers of steps only.
     """
 
     def __init__(self, widths: Sequence[int], seconds: Mapping[int, Sequence[float]], agree: Agree) -> None:
@@ -30,6 +40,12 @@ class StepCost:
         # A step of fewer requests takes no longer. If it was measured longer, the machine was busy at that moment.
         times_SW = np.array([seconds[size] for size in self.sizes], dtype=float)
         self.measured_SW = np.minimum.accumulate(times_SW[::-1])[::-1].tolist()
+        self.launch_SW = [row[:] for row in self.measured_SW]
+        # The first real times of each width at each size, up to RECENT of them, divided by the time from start-up.
+        self.first_SW: list[list[list[float]]] = [[[] for _ in self.widths] for _ in self.sizes]
+        # Number of real steps, and for each size and width: number of them, and the last one's number.
+        self.n_observed = 0
+        self.n_SW, self.last_SW = ([[0] * len(self.widths) for _ in self.sizes] for _ in range(2))
         self.errors_W = [deque[float](maxlen=RECENT) for _ in self.widths]  # relative errors of the last steps
         # parts_N[n]: for n requests, (index of a measured size, weight) pairs of a linear interpolation.
         weight_SN = [np.interp(range(self.sizes[-1] + 1), self.sizes, one).tolist() for one in np.eye(len(self.sizes))]
@@ -41,6 +57,7 @@ class StepCost:
         agreed_SW = np.array(self.measured_SW, dtype=float)
         self.agree(agreed_SW)
         self.measured_SW, self.agreed_SW = agreed_SW.tolist(), agreed_SW.tolist()
+        self.has_news = False
 
     def of(self, n_requests: int) -> list[float]:
         """Return the seconds of a step at each width. Batches above the largest measured size get that size's times."""
@@ -52,13 +69,49 @@ class StepCost:
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """Correct the estimates with the time of a real step, `seconds`."""
-        w = self.widths.index(width)
+        w, parts = self.widths.index(width), self.parts_N[min(n_requests, self.sizes[-1])]
+        ratio = seconds / self._of(n_requests, self.launch_SW)[w]
         errors = self.errors_W[w]
         errors.append(seconds / self._of(n_requests, self.measured_SW)[w] - 1)
         error = median(errors) if len(errors) == RECENT else min(max(errors[-1], -MOST), MOST)
-        for i, weight in self.parts_N[min(n_requests, self.sizes[-1])]:
+        self.n_observed += 1
+        for i, weight in parts:
             self.measured_SW[i] = [(1 + COMMON * weight * error) * known for known in self.measured_SW[i]]
             self.measured_SW[i][w] *= 1 + OWN * weight * error
+            self.n_SW[i][w] += 1
+            self.last_SW[i][w] = self.n_observed
+            if len(self.first_SW[i][w]) < RECENT:
+                self._replace(i, w, ratio)
+
+    def _replace(self, i: int, w: int, ratio: float) -> None:
+        """Use one of the first real times of width index `w` at size index `i`, as a ratio to the time from start-up.
+
+        The first one replaces a longer time from start-up, since disturbances hardly make steps shorter. The shorter of
+        the first two, and then the median of the first RECENT ones, replaces it in any case. Small differences replace nothing, because a time from start-up
+        is the result of more steps. If no other width at this size has RECENT ones, the times without a real one get
+        the same ratio, because most errors of start-up concern all widths.
+        """
+        first, times_W, launch_W = self.first_SW[i][w], self.measured_SW[i], self.launch_SW[i]
+        first.append(ratio)
+        is_full = len(first) == RECENT
+        self.has_news |= is_full or len(first) <= 2
+        ratio, known = median(first) if is_full else min(first), times_W[w] / launch_W[w]
+        if abs(ratio / known - 1) > NEAR and (is_full or len(first) == 2 or ratio < known):
+            times_W[w] = max(ratio, known / FASTER) * launch_W[w]
+        if is_full and abs(ratio - 1) > NEAR and sum(len(others) == RECENT for others in self.first_SW[i]) == 1:
+            for v, others in enumerate(self.first_SW[i]):
+                if v == w or not others:
+                    times_W[v] = max(ratio, 1 / FASTER) * launch_W[v]
+
+    def n_real(self, n_requests: int, width: int) -> int:
+        """Return the number of real steps of about `n_requests` with this width."""
+        w = self.widths.index(width)
+        return min(self.n_SW[i][w] for i, _ in self.parts_N[min(n_requests, self.sizes[-1])])
+
+    def last(self, n_requests: int, width: int) -> int:
+        """Return the number of the last real step of about `n_requests` with this width, counted from 1; 0: none."""
+        w = self.widths.index(width)
+        return min(self.last_SW[i][w] for i, _ in self.parts_N[min(n_requests, self.sizes[-1])])
 
     def by_size(self) -> dict[str, dict[str, float]]:
         """Return the seconds of a step by number of requests and then by width, both as strings for JSON."""

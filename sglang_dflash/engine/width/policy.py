@@ -17,6 +17,9 @@ follow when this budget, in seconds, covers the expected loss of a look. Each st
 possible gain of a larger width to the budget. This gain assumes that a draft beyond the present width is accepted
 whenever all drafts before it are. A change of width costs nothing, so there is no threshold for it.
 
+Start-up may have measured a width too slow, and a width that is never chosen is never timed. So a width that would win
+if its time was shorter by a factor (`DOUBT`) gets a trial: a few steps in a row, until one of them is timed.
+
 The policy runs on the host in plain Python, with counts that arrive one or two steps late. numpy calls between two
 steps would be slow on a CPU whose caches a model has just filled. Ranks have equal counts and choose equal widths.
 """
@@ -28,7 +31,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_dflash.engine.width.acceptance import Acceptance
-from sglang_dflash.engine.width.cost import StepCost
+from sglang_dflash.engine.width.cost import RECENT, StepCost
 
 # Fraction of a larger width's possible gain that each step adds to the budget. At most this fraction of the step's time
 # is added.
@@ -38,6 +41,11 @@ REST_DECAY = math.exp(-1 / 128)  # per step with drafts, factor on the weight of
 REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
 SETTLE = 32  # number of steps between two calls of `StepCost.settle`
 EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
+TRIAL, TIMED = 6, 2  # largest number of steps of a trial, and number of timed ones after which it ends
+# Factors by which the time of a width may be too long: of one with few real steps, and of one with few recent steps.
+DOUBT, OLD_DOUBT = 2.0, 1.25
+AGAIN = 1024  # number of real steps after which a width without them may have another trial
+MARGIN = 1.02  # a trial must promise this rate, relative to the best one
 
 
 class Decision(NamedTuple):
@@ -116,12 +124,49 @@ class Rhythm:
         self.expected_2 = [REST_DECAY * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]
 
 
+class Trials:
+    """Trials of widths: when one begins, goes on and ends."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        self.running: tuple[int, Decision] | None = None  # number of requests, and the decision
+        # Number of the width's real times when the trial began, and number of steps that it may still have.
+        self.n_before, self.n_left = 0, 0
+        self.n_pause, self.wait = 0, SETTLE  # steps until the next trial may begin, and after the next failure
+
+    def next(self, n_requests: int, wanted: Decision | None) -> Decision | None:
+        """Return the decision of a step in a trial; None: the step is not part of one.
+
+        After a trial without a timed step, for example because of prompts in between, there is a pause. Each pause is
+        twice as long as the last.
+
+        Args:
+            wanted: decision for a new trial; None: no width needs one.
+        """
+        self.n_pause = max(self.n_pause - 1, 0)
+        if self.running is not None:
+            size, decision = self.running
+            was_timed = self.cost.n_real(size, decision.width) >= self.n_before + TIMED
+            if size == n_requests and self.n_left and not was_timed:
+                self.n_left -= 1
+                return decision
+            self.running = None
+            self.n_pause, self.wait = (0, SETTLE) if was_timed else (self.wait, min(2 * self.wait, AGAIN))
+        if wanted is None or self.n_pause:
+            return None
+        self.running, self.n_before = (n_requests, wanted), self.cost.n_real(n_requests, wanted.width)
+        self.n_left = TRIAL - 1
+        return wanted
+
+
 class Review(NamedTuple):
     """Best decision for a batch at the current estimates, and the cost and possible gain of a look."""
 
     rest: int  # number of steps of one token before each drafted block
     best: Decision  # decision for the step after a rest
     look: Decision  # decision for a look
+    trial: Decision | None  # decision for a trial; None: no width needs one
+    is_new_look: bool  # a look has hardly been timed. It may cost more than its price, so the first one is a trial
     block_s: float  # seconds of a step at the largest width
     price_s: float  # expected loss of a look, in seconds
     saving_s: float  # seconds that each step adds to the budget for looks
@@ -142,11 +187,12 @@ class Adaptive(Policy):
         # Number of steps, number of steps since the last one with drafts, and budget for looks in seconds.
         self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0
         self.drafted = set[str]()  # requests that have had a step with drafts
+        self.trials = Trials(cost)
 
     def decide(self, rids: Sequence[str]) -> Decision:
         """Choose the best width, one token during a rest, or a look. The module docstring defines rests and looks."""
         self.n_steps += 1
-        if self.n_steps % SETTLE == 0 or self.n_steps in EARLY:
+        if self.n_steps % SETTLE == 0 or self.n_steps in EARLY or self.cost.has_news:
             self.cost.settle()
             self.review = None
         if self.review is None or rids != self.reviewed:
@@ -157,12 +203,18 @@ class Adaptive(Policy):
         # If drafted blocks follow rests, the budget pays for a look only directly after a drafted block. So this look
         # has no rest before it.
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
-        if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
+        must_look = self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)
+        wanted = review.look if may_look and review.is_new_look else review.trial
+        trial = None if must_look else self.trials.next(len(rids), wanted)
+        if trial is not None:
+            decision = trial
+        elif may_look or must_look:
+            decision = review.look
+        if decision == review.look:
             self.saved_s -= review.price_s
             # In a batch the budget may become negative. Then new requests cause no look until the budget is 0 again.
             if len(rids) == 1:
                 self.saved_s = max(self.saved_s, 0.0)
-            decision = review.look
         if decision.width > 1:
             self.drafted.update(rids)
             if len(self.drafted) > 4 * len(rids) + 64:  # most of these requests have ended
@@ -170,6 +222,16 @@ class Adaptive(Policy):
         rested = self.n_rested >= REST
         self.n_rested = self.n_rested + 1 if decision.width == 1 else 0
         return decision._replace(rested=rested)
+
+    def _best(self, seconds: dict[int, float], expected: dict[tuple[int, int], float]) -> tuple[float, int, int]:
+        """Return the best rate, minus its rest, and its width, see `_doubted`.
+
+        On ties take the shortest rest, then the largest width, because it shows the outcome of most drafts.
+        """
+        return max(
+            ((rest + expected[rest, width]) / (rest * seconds[self.widths[0]] + seconds[width]), -rest, width)
+            for rest, width in self.cycles
+        )
 
     def _review(self, rids: Sequence[str]) -> Review:
         committed_N, block = self.acceptance.expected(rids), self.widths[-1]
@@ -180,16 +242,14 @@ class Adaptive(Policy):
             for rest, factor in factors.items()
             for width in self.widths
         }
-        # On ties take the shortest rest, then the largest width, because it shows the outcome of most drafts.
-        rate, minus_rest, width = max(
-            ((rest + expected[rest, width]) / (rest * seconds[self.widths[0]] + seconds[width]), -rest, width)
-            for rest, width in self.cycles
-        )
+        rate, minus_rest, width = self._best(seconds, expected)
         rest, look = -minus_rest, Decision(block, expected[REST if width == 1 else 0, block], committed_N[block] - 1)
         usual = 1 if rest else width
         # Upper bound of the gain of larger widths: each further slot gains as much as the last one of the usual width.
         gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
+        is_known = self.cost.n_real(len(rids), usual) >= RECENT
+        trial = self._doubted(len(rids), seconds, expected, usual) if is_known else None
         return Review(
             rest,
             best=Decision(width, expected[rest, width], committed_N[width] - 1),
@@ -198,7 +258,33 @@ class Adaptive(Policy):
             # Seconds of a look, minus the seconds in which the best cycle, its rest included, commits as many tokens.
             price_s=seconds[block] - look.expected / rate,
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
+            trial=None if trial is None else Decision(trial, expected[0, trial], committed_N[trial] - 1),
+            is_new_look=is_known and self.cost.n_real(len(rids), block) < TIMED,
         )
+
+    def _doubted(
+        self, n_requests: int, seconds: dict[int, float], expected: dict[tuple[int, int], float], usual: int
+    ) -> int | None:
+        """Return the width whose trial promises most; None: no width could win.
+
+        Args:
+            seconds: estimated time of a step, by width.
+            expected: expected committed tokens, by number of steps of one token before a block, and width.
+            usual: width of most steps. Before its real times are known, no other width gets a trial.
+        """
+        most, promising = MARGIN * self._best(seconds, expected)[0], None
+        least_s = 0.0  # a wider step takes no less than a narrower one whose times are known
+        for width in self.widths:
+            n_real, last = self.cost.n_real(n_requests, width), self.cost.last(n_requests, width)
+            if n_real >= RECENT:
+                least_s = max(least_s, seconds[width])
+            if width == usual or (n_real >= TIMED and self.cost.n_observed - last < AGAIN):
+                continue
+            shorter = max(seconds[width] / (DOUBT if n_real < RECENT else OLD_DOUBT), least_s)
+            rate = self._best(seconds | {width: shorter}, expected)[0]
+            if rate > most:
+                most, promising = rate, width
+        return promising
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         """Update the estimates of acceptance, and of the effect of rests."""

@@ -4,8 +4,9 @@ A rest is `REST` steps without drafts before each step with drafts. A look is a 
 learn about widths that the policy does not choose.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from sglang_dflash.engine.width import acceptance as acceptance_module
 from sglang_dflash.engine.width.acceptance import ALL_DECAY, DECAY, WARM_UP, Acceptance, Counts, Own, odds
-from sglang_dflash.engine.width.cost import StepCost
-from sglang_dflash.engine.width.policy import EARLY, EXPLORE, REST, SETTLE, Adaptive, Decision, Rhythm
+from sglang_dflash.engine.width.chooser import Chooser
+from sglang_dflash.engine.width.cost import RECENT, StepCost
+from sglang_dflash.engine.width.policy import EXPLORE, REST, SETTLE, TRIAL, Adaptive, Decision, Rhythm
 
 N = 8  # tokens of a block
 D = N - 1
@@ -221,7 +223,7 @@ def test_costs_between_measured_sizes(n_requests: int, seconds: list[float]) -> 
     np.testing.assert_allclose(make_cost().of(n_requests), seconds)
 
 
-@given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.1, 5.0))
+@given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.5, 5.0))
 def test_costs_converge_to_measured_times(n_requests: int, width: int, real: float) -> None:
     """In logarithms, at least half of the correction of a width's time also applies to the other widths."""
     cost = make_cost()
@@ -236,7 +238,7 @@ def test_costs_converge_to_measured_times(n_requests: int, width: int, real: flo
     moved_W = np.log(np.array(cost.of(n_requests)) / before_W)
     others_W = np.delete(moved_W, w)
     np.testing.assert_allclose(others_W, others_W[0], atol=1e-12)
-    assert 0.5 * abs(moved_W[w]) <= abs(others_W[0]) <= abs(moved_W[w])
+    assert 0.5 * abs(moved_W[w]) <= abs(others_W[0]) <= abs(moved_W[w]) + 1e-9
 
 
 def test_other_batch_sizes_keep_their_costs() -> None:
@@ -274,15 +276,26 @@ def test_costs_separate_one_widths_share_from_the_common_one(case):
     np.testing.assert_allclose(cost.of(1), learned, **({"rtol": 1e-7} | tolerance))
 
 
-@pytest.mark.parametrize(("seconds", "error"), [((50.0, 500.0), 0.15), ((0.5, 0.0), -0.15)])
-def test_a_disturbed_step_counts_only_up_to_a_limit(seconds: tuple[float, float], error: float) -> None:
+def test_a_disturbed_step_counts_only_up_to_a_limit() -> None:
     """The relative error of one disturbed step counts as at most 15 % (`MOST`). A step of 5 s is expected here."""
-    for disturbed in seconds:
+    for disturbed in (50.0, 500.0):
         cost = make_cost()
         cost.observe(4, 8, disturbed)
         cost.settle()
-        common = 1 + 0.1 * error
-        np.testing.assert_allclose(cost.of(4), [common * 2, common * 6, common * (1 + 0.03 * error) * 5])
+        np.testing.assert_allclose(cost.of(4), [1.015 * 2, 1.015 * 6, 1.015 * (1 + 0.03 * 0.15) * 5])
+
+
+def test_a_step_that_seemed_short_is_forgotten_after_five() -> None:
+    """A first step is believed if it is shorter than at launch, by a factor of at most 4 (`FASTER`)."""
+    for disturbed in (1.0, 0.0):
+        cost = make_cost()
+        cost.observe(4, 8, disturbed)
+        cost.settle()
+        np.testing.assert_allclose(cost.of(4)[2], 5 / 4, rtol=0.02)
+        for _ in range(4):
+            cost.observe(4, 8, 5.0)
+        cost.settle()
+        np.testing.assert_allclose(cost.of(4)[2], 5.0)
 
 
 @pytest.mark.parametrize("factor", [1 / 3, 3.0])
@@ -294,6 +307,50 @@ def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
         policy.cost.observe(1, 1, 10.0 if step % 4 == 2 else 1.0)
     policy.decide(["a"])
     np.testing.assert_allclose(policy.cost.of(1)[0], 1.0, rtol=0.25)
+
+
+STEPS_MS = {  # true times at widths 1, 4 and 8
+    "SmolLM2, 8 requests": (46.0, 104.3, 158.4), "SmolLM2, 1 request": (32.7, 45.0, 52.6), "H200": (15.9, 20.2, 21.2)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("wrong", [1, 4, 8])
+@pytest.mark.parametrize("table", STEPS_MS)
+@pytest.mark.parametrize("accepted", [0.1, 0.4, 0.5, 0.8, 0.97])  # widths differ by less than 3 %, or clearly
+def test_one_wrong_time_of_launch_is_healed_within_32_steps(
+    accepted: float, table: str, wrong: int, factor: float, overlap: bool
+) -> None:
+    """After 32 steps at most 3 % of the rate is lost. Times vary by 3 %, and one step in 20 takes twice as long."""
+    widths, random = (1, 4, 8), Random(0)
+    true_s = dict(zip(widths, STEPS_MS[table], strict=True))
+    launch = [true_s[width] * (factor if width == wrong else 1) for width in widths]
+    policy = Adaptive(widths, step_cost(launch, widths))
+    policy.acceptance = Certain(committed(accepted))
+    policy.rhythm.observe = lambda rested, accepted, expected: None
+    policy.drafted.add("a")
+    chooser, chosen, running, now_s = Chooser(policy), list[int](), deque[int](), 0.0
+    for _ in range(32 + 64):
+        chosen.append(chooser.decide(["a"]))
+        running.append(chosen[-1])
+        if not overlap or len(running) == 2:
+            now_s += true_s[running.popleft()] * random.uniform(0.97, 1.03) * (2 if random.random() < 0.05 else 1)
+            chooser.observe([0], now_s)
+    rate = {width: committed(accepted)[width - 1] / true_s[width] for width in widths}
+    assert np.mean([rate[width] for width in chosen[32:]]) >= 0.97 * max(rate.values())
+
+
+def test_trials_that_are_never_timed_become_rare() -> None:
+    """With a prompt before every other step no trial has a timed step. Each pause is twice as long as the last."""
+    policy = adaptive(committed(0.4), (1.0, 2.0, 3.0, 9.0))
+    for _ in range(RECENT):
+        policy.cost.observe(1, 1, 1.0)
+    widths = widths_of(policy, 4000)
+    trials = [i for i, width in enumerate(widths) if width in (2, 4)]
+    assert set(widths) == {1, 2, 8}
+    assert trials[: 2 * TRIAL] == [*range(TRIAL), *range(TRIAL + SETTLE, 2 * TRIAL + SETTLE)]
+    assert len(trials) <= 0.02 * len(widths)
 
 
 class Certain(Acceptance):
@@ -507,8 +564,8 @@ def test_costs_are_learned_from_steps_without_drafts() -> None:
     chosen = []
     for _ in range(40 * SETTLE):
         chosen.append(policy.decide(["a"]).width)
-        policy.cost.observe(1, 1, 100.0)
-    assert set(chosen[: EARLY[0] - 1]) == {1}
+        policy.cost.observe(1, chosen[-1], 100.0 if chosen[-1] == 1 else 10.0)
+    assert set(chosen[:2]) == {1}
     assert chosen[-1] == 8
 
 
