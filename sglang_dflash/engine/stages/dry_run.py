@@ -80,7 +80,8 @@ class DryRun:
 
         Each round runs all widths, so a temporary slowdown of the machine affects all times of a round. To remove
         the slowdown, each time is divided by the mean of its round. The median of these ratios over the rounds is
-        multiplied by the median of the means. Above width 1 the result includes the draft model's forward.
+        multiplied by the median of the means. On a CPU, which other processes share, the shortest times are taken.
+        Above width 1 the result includes the draft model's forward.
         """
         drafted = [width for width in widths if width > 1]
         runs: list[Callable[[], object]] = [
@@ -89,7 +90,8 @@ class DryRun:
         ]
         rounds = [[self._time(run) for run in runs] for _ in range(ROUNDS)]
         round_R1 = np.mean(rounds, axis=1, keepdims=True)
-        run_s = (np.median(rounds / round_R1, axis=0) * np.median(round_R1)).tolist()
+        steady_s = np.median(rounds / round_R1, axis=0) * np.median(round_R1)
+        run_s = (np.min(rounds, axis=0) if self.on_host else steady_s).tolist()
         draft_s = dict(zip(drafted, run_s, strict=False))
         return [draft_s.get(width, 0.0) + seconds for width, seconds in zip(widths, run_s[len(drafted) :], strict=True)]
 

@@ -87,9 +87,9 @@ class StepCost:
         """Use one of the first real times of width index `w` at size index `i`, as a ratio to the time from start-up.
 
         The first one replaces a longer time from start-up, since disturbances hardly make steps shorter. The shorter of
-        the first two, and then the median of the first RECENT ones, replaces it in any case. Small differences replace nothing, because a time from start-up
-        is the result of more steps. If no other width at this size has RECENT ones, the times without a real one get
-        the same ratio, because most errors of start-up concern all widths.
+        the first two, and then the median of the first RECENT ones, replaces it in any case. Small differences replace
+        nothing, because a time from start-up is the result of more steps. If no other width at this size has RECENT
+        ones, the times without a real one get the same ratio, because most errors of start-up concern all widths.
         """
         first, times_W, launch_W = self.first_SW[i][w], self.measured_SW[i], self.launch_SW[i]
         first.append(ratio)
