@@ -166,7 +166,6 @@ class Review(NamedTuple):
     best: Decision  # decision for the step after a rest
     look: Decision  # decision for a look
     trial: Decision | None  # decision for a trial; None: no width needs one
-    is_new_look: bool  # a look has hardly been timed. It may cost more than its price, so the first one is a trial
     block_s: float  # seconds of a step at the largest width
     price_s: float  # expected loss of a look, in seconds
     saving_s: float  # seconds that each step adds to the budget for looks
@@ -204,13 +203,11 @@ class Adaptive(Policy):
         # has no rest before it.
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         must_look = self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)
-        wanted = review.look if may_look and review.is_new_look else review.trial
-        trial = None if must_look else self.trials.next(len(rids), wanted)
+        trial = None if must_look else self.trials.next(len(rids), review.trial)
         if trial is not None:
             decision = trial
         elif may_look or must_look:
             decision = review.look
-        if decision == review.look:
             self.saved_s -= review.price_s
             # In a batch the budget may become negative. Then new requests cause no look until the budget is 0 again.
             if len(rids) == 1:
@@ -248,8 +245,7 @@ class Adaptive(Policy):
         # Upper bound of the gain of larger widths: each further slot gains as much as the last one of the usual width.
         gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
-        is_known = self.cost.n_real(len(rids), usual) >= RECENT
-        trial = self._doubted(len(rids), seconds, expected, usual) if is_known else None
+        trial = self._doubted(len(rids), seconds, expected, usual)
         return Review(
             rest,
             best=Decision(width, expected[rest, width], committed_N[width] - 1),
@@ -259,7 +255,6 @@ class Adaptive(Policy):
             price_s=seconds[block] - look.expected / rate,
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
             trial=None if trial is None else Decision(trial, expected[0, trial], committed_N[trial] - 1),
-            is_new_look=is_known and self.cost.n_real(len(rids), block) < TIMED,
         )
 
     def _doubted(
@@ -272,6 +267,8 @@ class Adaptive(Policy):
             expected: expected committed tokens, by number of steps of one token before a block, and width.
             usual: width of most steps. Before its real times are known, no other width gets a trial.
         """
+        if self.cost.n_real(n_requests, usual) < RECENT:
+            return None
         most, promising = MARGIN * self._best(seconds, expected)[0], None
         least_s = 0.0  # a wider step takes no less than a narrower one whose times are known
         for width in self.widths:
