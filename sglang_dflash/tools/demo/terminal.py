@@ -12,7 +12,7 @@ from sglang_dflash.pairs.servers.errors import ServerError
 from sglang_dflash.pairs.servers.server import Server
 from sglang_dflash.tools.demo.ask import Answer, Step, ask
 from sglang_dflash.tools.demo.pairs import Show
-from sglang_dflash.tools.demo.verdict import compared
+from sglang_dflash.tools.demo.verdict import difference
 
 STEP_COLOURS = ("green", "cyan")  # alternating, to distinguish neighbouring steps
 
@@ -65,7 +65,7 @@ def compare(
     """Send every question of a pair to both servers, print the answers of `on`, and time both servers.
 
     Raises:
-        ServerError: two answers differ by more than a near tie.
+        ServerError: two answers differ.
     """
     with_speculation, without = on.openai(), off.openai()
     results = []
@@ -78,12 +78,8 @@ def compare(
         )
         speeds = f"{answer.tokens_per_s:.0f} tokens/s, {plain.tokens_per_s:.0f} without"
         console.print(f"\n[dim]{committed}; {speeds}[/]", highlight=False)
-        asked = [{"role": "user", "content": question}]
-        verdict = compared((answer.text, plain.text), asked, without, tokenizer, exact=show.exact)
-        if not verdict.is_right:
-            raise ServerError(f"{verdict.text} Without speculation:\n{plain.text}")
-        if answer.text != plain.text:
-            console.print(f"[dim]{verdict.text}[/]", highlight=False)
+        if sentence := difference((answer.text, plain.text), tokenizer):
+            raise ServerError(f"{sentence} Without speculation:\n{plain.text}")
         results.append((kind, answer, plain))
     return results
 

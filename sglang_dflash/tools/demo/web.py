@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from sglang_dflash.pairs.servers.ports import HOST
 from sglang_dflash.tools.demo.ask import Message, Step, ask
 from sglang_dflash.tools.demo.pairs import Show
-from sglang_dflash.tools.demo.verdict import compared
+from sglang_dflash.tools.demo.verdict import difference
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_BYTES = 64 * 1024  # limit of a request's body
@@ -122,12 +122,9 @@ class Demo:
 
         ask(client, messages, seen, rid=rid)
 
-    def compare(
-        self, messages: Sequence[Message], answers: tuple[str, str], show: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def compare(self, answers: tuple[str, str], show: Callable[[dict[str, Any]], None]) -> None:
         """Compare the answers with and without speculation, and pass a sentence about them to `show`."""
-        without = self.sides["without"].client
-        show({"verdict": compared(answers, messages, without, self.tokenizer, exact=self.show.exact).text})
+        show({"verdict": difference(answers, self.tokenizer) or "The answers are equal, character for character."})
 
 
 def conversation(body: bytes) -> list[Message]:
@@ -135,12 +132,12 @@ def conversation(body: bytes) -> list[Message]:
     return require_question(parsed(body))
 
 
-def comparison(body: bytes) -> tuple[list[Message], tuple[str, str]]:
-    """Parse a conversation and the two answers to its question, or raise ValueError."""
+def comparison(body: bytes) -> tuple[str, str]:
+    """Parse the two answers to a question, or raise ValueError."""
     match parsed(body):
-        case {"messages": messages, "answers": [str(one), str(other)]}:
-            return require_question(messages), (one, other)
-    raise ValueError("send messages and the two answers to the last one")
+        case [str(one), str(other)]:
+            return one, other
+    raise ValueError("send a list of two answers")
 
 
 def parsed(body: bytes) -> Any:
@@ -202,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body = self.rfile.read(int(length))
             reply = (
-                partial(self.demo.compare, *comparison(body))
+                partial(self.demo.compare, comparison(body))
                 if side == "/verdict"
                 else partial(self.demo.answer, side, conversation(body))
             )

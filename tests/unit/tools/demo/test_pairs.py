@@ -21,11 +21,11 @@ def test_the_tiny_questions_are_held_out() -> None:
     assert all(is_held_out(question) for _, question in tiny_questions())
 
 
-def test_smollm2_is_served_in_the_fastest_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_is_served_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "checkpoint", lambda: Path("there"))
     show = chosen(None, None, real=True, console=Console(file=StringIO()))
     assert (show.pair.target, show.questions, show.n_threads) == (Path("there"), QUESTIONS, os.cpu_count())
-    assert show.flags[-2:] == ("--dtype", "float32" if show.exact else "bfloat16")
+    assert show.flags[-2:] == ("--dtype", "float32")
 
 
 def test_the_tiny_pair_takes_over_and_the_reason_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:

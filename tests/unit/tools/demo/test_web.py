@@ -247,13 +247,13 @@ def test_a_conversation_ends_with_a_question():
     ],
 )
 def test_the_answers_are_compared(url, answers, sentence):
-    body = json.dumps({"messages": QUESTION, "answers": answers}).encode()
+    body = json.dumps(answers).encode()
     assert httpx.post(f"{url}/verdict", content=body, headers={"Content-Type": "application/json"}).json() == {
         "verdict": sentence
     }
 
 
-@pytest.mark.parametrize("body", [QUESTION, {"messages": QUESTION}, {"messages": QUESTION, "answers": ["a", 1]}])
+@pytest.mark.parametrize("body", [QUESTION, {"answers": ["a", "b"]}, ["a"], ["a", 1]])
 def test_a_comparison_needs_two_answers(url, body):
     headers = {"Content-Type": "application/json"}
     assert httpx.post(f"{url}/verdict", content=json.dumps(body).encode(), headers=headers).status_code == 400
