@@ -96,7 +96,8 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
         repeats=options.repeats,
         together=not options.serve or not options.one_at_a_time,
         short_turns=options.serve or options.backend == TRANSFORMERS,
-        latency=not options.no_latency,
+        latency=not options.no_latency and options.steady is None,
+        steady_s=options.steady,
         tie_gap=options.tie_gap if options.require_equal else None,
     )
     sampling = Sampling(

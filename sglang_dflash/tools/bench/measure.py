@@ -1,8 +1,9 @@
 """Measured run: a set of prompts through one engine at one concurrency, and statistics of runs.
 
-A run's time is from the first request sent to the last answer received, including prefill. Unstreamed runs measure
-tokens per second, streamed runs latencies. Streaming costs client and server time per step, so it would penalise the
-arm with the most steps.
+A run's time is from the first request sent to the last answer received, including prefill. At its end fewer requests
+are in flight. A run at steady load has no such end: a new request follows each answer, and only a window of fixed
+length is measured. Unstreamed runs measure tokens per second, streamed runs latencies. Streaming costs client and
+server time per step, so it would penalise the arm with the most steps.
 
 This module does not depend on servers, models or workers.
 """
@@ -12,7 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import zip_longest
+from itertools import count, zip_longest
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import psutil
@@ -72,10 +74,20 @@ class Measurement(NamedTuple):
     wall_s: float
     other_cores: float  # cores used by processes other than engine and client (noise); nan if unknown
     counted: Steps | None = None  # steps of all requests, if the engine counts steps only in total
+    # At steady load, for each completion: index of its prompt, and fraction of its time inside the measured window.
+    prompts: tuple[int, ...] = ()
+    within: tuple[float, ...] = ()
 
     @property
     def n_tokens(self) -> int:
+        if self.within:  # a request generates its tokens evenly, apart from its prefill
+            return round(sum(share * one.n_tokens for share, one in zip(self.within, self.completions, strict=True)))
         return sum(one.n_tokens for one in self.completions)
+
+    @property
+    def n_whole(self) -> int:
+        """Return the number of requests that began and ended inside the measurement."""
+        return sum(share == 1 for share in self.within) if self.within else len(self.completions)
 
     @property
     def tokens_per_s(self) -> float:
@@ -89,7 +101,9 @@ class Measurement(NamedTuple):
 
 
 def joined(runs: Sequence[Measurement]) -> Measurement:
-    """Join successive runs into one."""
+    """Join successive runs into one. A run at steady load stays alone."""
+    if len(runs) == 1:
+        return runs[0]
     wall_s = sum(run.wall_s for run in runs)
     other_s = sum(run.other_cores * run.wall_s for run in runs)
     counted = [run.counted for run in runs if run.counted is not None]
@@ -160,6 +174,89 @@ def timed(
     machine_after_s, ours_after_s = _busy(processes)
     outside_s = (machine_after_s - machine_s) - (ours_after_s - ours_s)
     return Measurement([read() for read in came], wall_s, max(outside_s, 0.0) / wall_s if processes else NAN)
+
+
+class Asked(NamedTuple):
+    """An answered request of a steady load; times in seconds of `time.perf_counter`."""
+
+    prompt: int  # index
+    began_s: float
+    ended_s: float
+    read: Callable[[], Completion]
+
+    def within(self, begin_s: float, end_s: float) -> float:
+        """Return the fraction of the request's time inside a window."""
+        inside_s = min(self.ended_s, end_s) - max(self.began_s, begin_s)
+        return max(inside_s, 0.0) / (self.ended_s - self.began_s)
+
+
+class Load:
+    """Numbers of the requests of a steady load, and its measured window. Several threads use it."""
+
+    def __init__(self, concurrency: int, seconds: float) -> None:
+        self.n_running, self.seconds = concurrency, seconds
+        self.numbers, self.lock = count(), Lock()
+        self.begin_s = self.end_s = float("inf")
+
+    def next(self) -> int | None:
+        """Return the number of the next request; None: the window has ended."""
+        with self.lock:
+            return None if time.perf_counter() >= self.end_s else next(self.numbers)
+
+    def first_ended(self) -> None:
+        """Note that a thread's first request has ended. The last such call begins the window."""
+        with self.lock:
+            self.n_running -= 1
+            if not self.n_running:
+                self.begin_s = time.perf_counter()
+                self.end_s = self.begin_s + self.seconds
+
+    def stop(self) -> None:
+        with self.lock:
+            self.end_s = min(self.end_s, time.perf_counter())
+
+
+def steady(
+    ask: Callable[[Prompt], Callable[[], Completion]],
+    prompts: Sequence[Prompt],
+    *,
+    concurrency: int,
+    seconds: float,
+    processes: Callable[[], Iterable[psutil.Process]] | None,
+) -> Measurement:
+    """Keep `concurrency` requests in flight, and measure a window of `seconds`. The other arguments are `timed`'s.
+
+    The prompts are sent in order, again and again. The window begins when the first `concurrency` requests have ended,
+    because they began together. Requests that are in flight at its end are awaited.
+    """
+    load = Load(concurrency, seconds)
+
+    def loop(_: int) -> list[Asked]:
+        asked = list[Asked]()
+        try:
+            while (number := load.next()) is not None:
+                began_s, prompt = time.perf_counter(), number % len(prompts)
+                read = ask(prompts[prompt])
+                asked.append(Asked(prompt, began_s, time.perf_counter(), read))
+                if len(asked) == 1:
+                    load.first_ended()
+        finally:
+            load.stop()  # an error of one thread ends the load
+        return asked
+
+    (machine_s, ours_s), began_s = _busy(processes), time.perf_counter()
+    with ThreadPoolExecutor(max_workers=concurrency) as pool:
+        came = [one for asked in pool.map(loop, range(concurrency)) for one in asked]
+    wall_s, (machine_after_s, ours_after_s) = time.perf_counter() - began_s, _busy(processes)
+    outside_s = max((machine_after_s - machine_s) - (ours_after_s - ours_s), 0.0)
+    measured = [one for one in came if one.within(load.begin_s, load.end_s)]
+    return Measurement(
+        [one.read() for one in measured],
+        load.end_s - load.begin_s,
+        outside_s / wall_s if processes else NAN,
+        prompts=tuple(one.prompt for one in measured),
+        within=tuple(one.within(load.begin_s, load.end_s) for one in measured),
+    )
 
 
 def _busy(processes: Callable[[], Iterable[psutil.Process]] | None) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash.cli import Add, Parser, RawHelp, count, positive_or_zero
+from sglang_dflash.cli import Add, Parser, RawHelp, count, positive, positive_or_zero
 from sglang_dflash.pairs.servers import arms
 from sglang_dflash.pairs.servers.ports import port_number
 from sglang_dflash.pairs.tiny import pairs as tiny
@@ -220,6 +220,8 @@ def _add_how(add: Add) -> None:
         help="numbers of requests in flight (default: 1 8 16 32; transformers: 1)",
     )
     add("--repeats", **NUMBER, default=3, help="repeats of each measurement, interleaved")
+    steady = "measure S seconds at steady load: a new request follows each answer, and prompts are sent again and again"
+    add("--steady", type=positive, metavar="S", help=steady + " (default: each prompt once; implies --no-latency)")
     add("--no-latency", action="store_true", help="skip the streamed runs that measure TTFT and TPOT")
     add(
         "--require-equal", action="store_true", help="end without a result, with status 1, unless all answers are equal"

@@ -37,6 +37,12 @@ METHOD = (
     "concurrencies, per repeat. other_cores: CPU cores used meanwhile by other processes than the server and the "
     "client; null for servers of --base-url."
 )
+STEADY = (
+    " Steady load: a new request follows each answer, with the prompts in order, again and again. tokens_per_s: tokens "
+    "generated in a window that begins when the first requests, which begin together, have ended. A request's tokens "
+    "count by the fraction of its time inside the window. n_whole: number of requests that began and ended inside it, "
+    "fewest of all repeats. n_answers: number of requests with a part inside it."
+)
 FEW_STEPS = 100  # turns with fewer steps cause a warning: verify widths need some tens of steps to adapt
 FLUSHED = "emptied before every turn"
 KEPT = "not emptied (no known way for this server): repeated prompts may be read from it"
@@ -77,7 +83,8 @@ def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, co
         about["level"] = "the servers' own machine, not known here: machine and versions are the client's"
     gate = {"equal": True, "tie_gap": bench.schedule.tie_gap, "n_near_ties": bench.n_near_ties}
     about |= {
-        "method": METHOD,
+        "method": METHOD + ("" if bench.schedule.steady_s is None else STEADY),
+        "steady_s": bench.schedule.steady_s,
         "arms_are": TOGETHER if bench.schedule.together else IN_TURN,
         "repeats": 1 + max(row.repeat for row in rows),
         "temperature": options.temperature,
@@ -151,6 +158,7 @@ def table(report: BenchReport) -> Table:
     caption = (
         f"up to {about['max_new_tokens']} new tokens, temperature {about['temperature']:g}, thinking "
         f"{'on' if about['thinking'] else 'off'}; median (min–max) of {about['repeats']} interleaved repeats"
+        + (f" of {about['steady_s']:g} s at steady load" if about.get("steady_s") else "")
         + ("; answers equal in all arms, except near ties" if about["gate"] else "")
     )
     device = " + ".join(where["gpus"]) or where["cpu"]
@@ -161,7 +169,8 @@ def table(report: BenchReport) -> Table:
     with_widths = any(line.steps_by_width for line in lines)
     with_latencies = any(line.ttft_ms["p50"] is not None for line in lines)
     latencies = ["TTFT ms\np50 / p99", "TPOT ms\np50 / p99"] if with_latencies else []
-    names = ("task", "c", "arm", "tok/s", *(f"x {name}" for name in over), "committed\nper step", *latencies)
+    requests = ["whole\nrequests"] if about.get("steady_s") else []
+    names = ("task", "c", "arm", "tok/s", *requests, *(f"x {name}" for name in over), "committed\nper step", *latencies)
     for name in (*names, *(["equal"] if with_equal else []), *([WIDTHS] if with_widths else [])):
         table.add_column(name, justify="left" if name in ("arm", "task", WIDTHS) else "right", no_wrap=True)
     for task in dict.fromkeys(line.task for line in lines):
@@ -169,6 +178,7 @@ def table(report: BenchReport) -> Table:
             widths = (f"{width}: {share:.0%}" for width, share in line.steps_by_width.items() if share >= 0.005)
             table.add_row(
                 *(line.task, str(line.concurrency), line.arm, _spread(line.tokens_per_s, 0)),
+                *([str(line.n_whole)] if requests else []),
                 *(_spread(line.over.get(name), 2) for name in over),
                 _number(line.committed_per_step, 2),
                 *([_pair(line.ttft_ms, 0), _pair(line.tpot_ms, 1)] if with_latencies else []),

@@ -37,6 +37,7 @@ class Row:
     first_differences: list[str]
     n_prompt_tokens: int
     acceptance_by_position: list[float]
+    n_whole: int  # number of requests that began and ended inside the measurement
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Line:
     n_equal: int | None  # in the worst repeat
     first_differences: list[str]
     acceptance_by_position: list[float]
+    n_whole: int = 0  # requests that began and ended inside the measurement, fewest of all repeats
     steps_by_width: dict[str, float] = field(default_factory=dict)  # share of steps at each verify width
 
     def as_json(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ def row(
         first_differences=[str(difference) for difference in (found or [])[:N_SHOWN]],
         n_prompt_tokens=sum(one.n_prompt_tokens for one in speed.completions),
         acceptance_by_position=[round(share, 4) for share in steps.acceptance_by_position] if steps else [],
+        n_whole=speed.n_whole,
     )  # fmt: skip
 
 
@@ -143,6 +146,7 @@ def _line(here: Sequence[Row], arm: str, over: Sequence[str], first: str) -> Lin
         n_equal=worst.n_equal,
         first_differences=worst.first_differences,
         acceptance_by_position=[round(statistics.mean(position), 4) for position in shares],
+        n_whole=min(row.n_whole for row in mine),
     )
 
 

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 
 from sglang_dflash.tools.bench.compare import Difference, Unequal, differences, require_equal
 from sglang_dflash.tools.bench.engine import Engine, Prompt, Sampling
-from sglang_dflash.tools.bench.measure import EVERYTHING, Completion, Measurement, joined, rotated, slices, timed
+from sglang_dflash.tools.bench.measure import (
+    EVERYTHING,
+    Completion,
+    Measurement,
+    joined,
+    rotated,
+    slices,
+    steady,
+    timed,
+)
 from sglang_dflash.tools.bench.prompts import Task
 from sglang_dflash.tools.bench.rows import Row, row
 
@@ -35,6 +44,8 @@ class Schedule:
         short_turns: with `together`, a part has few prompts (`slices`), so that arms run under equal conditions. False:
             it has all prompts of a task.
         latency: in the first repeat all prompts are also sent as streaming requests.
+        steady_s: length of the measured window of a turn, with as many requests in flight all the time. None: a turn
+            sends each prompt once.
         tie_gap: in nats. Answers must be equal except for near ties within this gap (`compare.py`). None: answers may
             differ.
     """
@@ -44,6 +55,7 @@ class Schedule:
     together: bool
     short_turns: bool
     latency: bool
+    steady_s: float | None = None
     tie_gap: float | None = None
 
 
@@ -71,7 +83,8 @@ def turns(schedule: Schedule, repeat: int, *, n_prompts: Sequence[int], n_arms: 
                 yield from (Turn(repeat, task, concurrency, EVERYTHING, arm, stream) for stream in kinds)
         return
     for task, concurrency in places:
-        parts = slices(n_prompts[task], concurrency) if schedule.short_turns else [EVERYTHING]
+        short = schedule.short_turns and schedule.steady_s is None
+        parts = slices(n_prompts[task], concurrency) if short else [EVERYTHING]
         for n, part in enumerate(parts, start=repeat):
             for arm in rotated(range(n_arms), n):
                 yield from (Turn(repeat, task, concurrency, part, arm, stream) for stream in kinds)
@@ -95,14 +108,17 @@ class Bench:
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions, by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
     widths: list[dict[str, Any]] = field(default_factory=list)  # number of steps at each width, per turn
-    # The first engine's answers in the first repeat, at the first concurrency, by task.
+    # The first engine's answers in the first repeat, at the first concurrency, by task. At steady load it answers each
+    # prompt once before.
     reference: dict[int, list[Completion]] = field(default_factory=dict)
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
     warm: set[tuple[int, int]] = field(default_factory=set)  # pairs of arm and concurrency already warmed up
 
-    def n_asked(self) -> int:
-        """Return the number of prompts of all measured turns."""
+    def n_asked(self) -> int | None:
+        """Return the number of prompts of all measured turns; None at steady load, where it is not known before."""
+        if self.schedule.steady_s is not None:
+            return None
         every = (turn for repeat in range(self.schedule.repeats) for turn in self._turns(repeat))
         return sum(len(self.tasks[turn.task].prompts[turn.part]) for turn in every)
 
@@ -112,6 +128,8 @@ class Bench:
         Raises:
             GateError: answers differ by more than `Schedule.tie_gap` allows.
         """
+        if self.schedule.steady_s is not None and not self.reference:
+            self._answer_once()
         speeds, latencies = defaultdict[Place, list[Measurement]](list), defaultdict[Place, list[Measurement]](list)
         for arm, its_turns in groupby(self._turns(number), key=lambda turn: turn.arm):
             with self.engines[arm].running():
@@ -137,6 +155,14 @@ class Bench:
             where = self.tasks[task].name, concurrency, self.engines[arm].name, number
             rows.append(row(where, run, streams.get(place), found.get(place)))
         return rows
+
+    def _answer_once(self) -> None:
+        """Fill `reference`: the first engine answers every prompt, unmeasured."""
+        first = self.schedule.concurrency[0]
+        with self.engines[0].running():
+            for task, its in enumerate(self.tasks):
+                turn = Turn(0, task, first, EVERYTHING, arm=0, stream=False)
+                self.reference[task] = self._ask(turn, its.prompts, measured=False).completions
 
     def _turns(self, repeat: int) -> Iterator[Turn]:
         sizes = [len(task.prompts) for task in self.tasks]
@@ -168,6 +194,9 @@ class Bench:
                 self.answered(turn, engine)
             return read
 
+        if measured and self.schedule.steady_s is not None:
+            seconds = self.schedule.steady_s
+            return steady(ask, prompts, concurrency=turn.concurrency, seconds=seconds, processes=engine.processes)
         return timed(ask, prompts, concurrency=turn.concurrency, processes=engine.processes)
 
     def _require_equal(self, found: Sequence[tuple[Place, Sequence[Difference]]], gap: float) -> None:
@@ -186,7 +215,12 @@ class Bench:
     def _differences(self, place: Place, run: Measurement) -> list[Difference]:
         """Compare answers with the reference: token ids if both engines are of one kind and return them, else texts."""
         task, _, arm = place
-        reference, found = self.reference[task], run.completions
-        if self.engines[arm].kind == self.engines[0].kind and all(one.token_ids for one in (*reference, *found)):
-            return differences([one.token_ids for one in reference], [one.token_ids for one in found])
-        return differences([one.text for one in reference], [one.text for one in found])
+        found, prompts = run.completions, run.prompts or range(len(run.completions))
+        reference = [self.reference[task][prompt] for prompt in prompts]
+        by_ids = self.engines[arm].kind == self.engines[0].kind and all(one.token_ids for one in (*reference, *found))
+        its_differences = (
+            differences([one.token_ids for one in reference], [one.token_ids for one in found])
+            if by_ids
+            else differences([one.text for one in reference], [one.text for one in found])
+        )
+        return [one._replace(prompt=prompts[one.prompt]) for one in its_differences]

@@ -1,5 +1,6 @@
 """The benchmark's arithmetic must give numbers that were worked out by hand."""
 
+import itertools
 import math
 import sys
 import threading
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from sglang_dflash.pairs.servers.document import portable
+from sglang_dflash.pairs.servers.errors import ServerError
 from sglang_dflash.pairs.tiny import pairs as tiny
 from sglang_dflash.tools.bench import measure
 from sglang_dflash.tools.bench.client import steps_of
@@ -152,6 +154,48 @@ def test_exactly_the_concurrency_is_in_flight():
     run = timed(ask, range(9), concurrency=3, processes=None)
     assert [answer.n_tokens for answer in run.completions] == list(range(9))
     assert most == 3
+
+
+def test_a_steady_load_counts_the_window_only(monkeypatch):
+    """Each request takes 2 s and generates 4 tokens. The window of 5 s begins at 2 s, when the first request has ended.
+
+    Two requests lie inside it, and half of a third: 10 tokens.
+    """
+    now_s = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now_s[0])
+
+    def ask(prompt: int) -> Callable[[], Completion]:
+        now_s[0] += 2.0
+        return lambda: Completion(4, text=str(prompt))
+
+    run = measure.steady(ask, range(3), concurrency=1, seconds=5.0, processes=None)
+    assert (run.prompts, run.within, run.wall_s) == ((1, 2, 0), (1.0, 1.0, 0.5), 5.0)
+    assert (run.n_tokens, run.n_whole, run.tokens_per_s) == (10, 2, 2.0)
+    assert [one.text for one in run.completions] == ["1", "2", "0"]
+    assert measure.joined([run]) == run
+
+
+def test_a_steady_load_keeps_its_concurrency():
+    together, numbers = threading.Barrier(3, timeout=20), itertools.count()
+
+    def ask(prompt: int) -> Callable[[], Completion]:
+        if next(numbers) < 3:  # the first three are in flight at once
+            together.wait()
+        return lambda: Completion(1)
+
+    run = measure.steady(ask, range(2), concurrency=3, seconds=0.05, processes=None)
+    assert run.n_whole > 3
+    assert set(run.prompts) == {0, 1}
+
+
+def test_an_error_ends_a_steady_load():
+    def ask(prompt: int) -> Callable[[], Completion]:
+        if prompt:
+            raise ServerError("the server died")
+        return lambda: Completion(1)
+
+    with pytest.raises(ServerError, match="the server died"):
+        measure.steady(ask, range(2), concurrency=2, seconds=1e9, processes=None)
 
 
 def test_parts_are_joined():

@@ -5,6 +5,7 @@ A turn is one arm's requests for one part of the prompts.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from sglang_dflash.pairs.tiny.workloads import asked
@@ -103,6 +104,19 @@ def test_steps_exclude_unmeasured_prompts() -> None:
     _, bench = bench_of(4, [1])
     (row,) = bench.repeat(0)
     assert row.committed_per_step == 1 + 14 / 4
+
+
+def test_answers_at_steady_load_are_compared_by_prompt() -> None:
+    """Before the first turn the first engine answers each prompt once. Later answers are compared with these."""
+    engine, bench = bench_of(4, [1])
+    bench.schedule = replace(bench.schedule, steady_s=0.01)
+    assert bench.n_asked() is None
+    (row,) = bench.repeat(0)
+    assert engine.n_asked[:2] == [4, 2], "the reference, then the unmeasured prompts of the turn"
+    assert row.n_equal == row.n_answers > 4
+    engine.token = 8
+    (row,) = bench.repeat(1)
+    assert (row.n_equal, row.first_differences[0]) == (0, "prompt 2, token 1: expected 7, found 8")
 
 
 def test_answers_are_compared_with_the_first_repeat() -> None:
