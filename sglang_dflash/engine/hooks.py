@@ -27,6 +27,7 @@ from sglang_dflash.engine.host.requests import (
 from sglang_dflash.engine.host.target_models import complete
 from sglang_dflash.engine.memory.records import count_records
 from sglang_dflash.engine.memory.texts import beside_texts
+from sglang_dflash.engine.stages.mixing import mix_plain
 from sglang_dflash.engine.stages.outputs import experts_of_blocks
 from sglang_dflash.flags import Copy
 
@@ -47,6 +48,7 @@ def hook_scheduler(config: DFlashConfig) -> None:
         HOOKS["new_version"]: (outcomes_before_version, HookType.AROUND),
         HOOKS["resume"]: (saver.clear_padding, HookType.AFTER),
         HOOKS["experts"]: (experts_of_blocks(config.widest), HookType.AROUND),
+        HOOKS["next_prompts"]: (mix_plain, HookType.AROUND),
     }
     if config.flags.simulated is None:  # with simulated acceptance SGLang rejects sampling masks
         hooks[HOOKS["validate_mask"]] = admit, HookType.AROUND

@@ -103,8 +103,8 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         ({"block_size": 1}, ValueError, r"block size 1 is not within 2\.\.32"),
         ({"draft_window": 7}, ValueError, "--speculative-draft-window-size 7 is smaller than the block of 8; give at"),
         (
-            {"unsupported": ("enable_mixed_chunk",)}, NotSupported,
-            r"--enable-mixed-chunk is not supported with DFLASH \(a step of this .*\); drop the flag$",
+            {"unsupported": ("enable_torch_compile",)}, NotSupported,
+            r"--enable-torch-compile is not supported with DFLASH \(it was not tested.*\); drop the flag$",
         ),
         ({"accept_thresholds": (0.9, 1.0)}, NotSupported, "--speculative-accept-threshold-single 0.9 would change"),
         ({"accept_thresholds": (1.0, 0.5)}, NotSupported, "--speculative-accept-threshold-acc 0.5 would change"),

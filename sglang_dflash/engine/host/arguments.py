@@ -17,7 +17,6 @@ UNSUPPORTED = {
     "enable_unified_cache_external_linker": "it would store the draft's K/V before the draft has written them",
     "disaggregation_decode_enable_offload_kvcache": "the draft's K/V would not be offloaded",
     "enable_two_batch_overlap": "verify cannot split a batch in two",
-    "enable_mixed_chunk": "a step of this plugin reads prompts or verifies blocks, never both",
     "enable_linear_replayssm": "a step of one token would put its state change where this plugin does not read",
     "enable_linear_replayssm_spec": "this plugin records the state changes of a block itself",
     "enable_return_indexer_topk": "a draft's start replaces SGLang's recorder of these values by none",

@@ -155,7 +155,8 @@ class RingSlots:
         """Return the last token rows of each prompt, as many as the ring keeps, with positions and KV slots."""
         rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
-        self._begin(rows_B, prefix_B, prefix_B + new_B)
+        n = n_prompts(batch)  # the rings of running requests in a mixed step continue
+        self._begin(rows_B[:n], prefix_B[:n], (prefix_B + new_B)[:n])
         kept_B = np.minimum(new_B, self.size - self.widest)  # no block attends to more tokens
         last_B = np.cumsum(new_B)
         rows_T = np.concatenate([np.arange(last - kept, last) for last, kept in zip(last_B, kept_B, strict=True)])
@@ -203,6 +204,11 @@ class ExactRingSlots(RingSlots):
         prefix_len_B = block.bound_B_cpu.numpy() - n_tokens
         start_B = np.maximum(prefix_len_B - self.window, self.first_R_cpu[plan.rows_B_cpu.numpy()])
         return torch.from_numpy(prefix_len_B - (start_B - start_B % self.page) + n_tokens)
+
+
+def n_prompts(batch: ScheduleBatch) -> int:
+    """Return the number of requests whose prompts a prefill reads. Running requests follow them in a mixed step."""
+    return len(batch.reqs) - len(batch.decoding_reqs or ())
 
 
 def rings_for(draft_runner: ModelRunner) -> type[RingSlots]:

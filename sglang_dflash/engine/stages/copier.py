@@ -23,6 +23,7 @@ from sglang_dflash_kernels.copy_draft import COPY_DRAFT, N_CLASSES, Copied, Text
 from sglang_dflash_kernels.weigh_copies import WEIGH_COPIES
 
 from sglang_dflash.engine import saver
+from sglang_dflash.engine.memory.slots import n_prompts
 from sglang_dflash.engine.step import Plan
 from sglang_dflash.flags import Copy
 
@@ -33,7 +34,10 @@ class Copier(Protocol):
     """Interface of the stage."""
 
     def read(self, batch: ScheduleBatch) -> None:
-        """Write the token history of requests whose prompt, or a chunk of it, has been read."""
+        """Write the token history of requests whose prompt, or a chunk of it, has been read.
+
+        A running request in a mixed step has read its anchor, which becomes part of its history.
+        """
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
         """Replace the last guesses of a block by a copy, if the copy is expected to have more accepted tokens.
@@ -106,9 +110,13 @@ class TextCopies:
         self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)
 
     def read(self, batch: ScheduleBatch) -> None:
-        """Write the whole history of each request, cached parts included, and reset its counts."""
-        rows = [req.kv.req_pool_idx for req in batch.reqs]
-        texts = [np.asarray(req.get_fill_ids()) for req in batch.reqs]
+        """Write the whole history of each prompt's request, cached parts included, and reset its counts."""
+        n = n_prompts(batch)
+        if n < len(batch.reqs):
+            prefix_B = async_h2d(batch.prefix_lens[n:], dtype=torch.int64, device=self.device)
+            self.text_QM[batch.req_pool_indices[n:], prefix_B] = batch.input_ids[n - len(batch.reqs) :].to(torch.int32)
+        rows = [req.kv.req_pool_idx for req in batch.reqs[:n]]
+        texts = [np.asarray(req.get_fill_ids()) for req in batch.reqs[:n]]
         text_T_cpu = np.concatenate([np.where(text < self.vocab_size, text, NO_TEXT) for text in texts], dtype=np.int32)
         (text_T,) = async_h2d_stack([torch.from_numpy(text_T_cpu)], device=self.device)
         for row, text in zip(rows, text_T.split([len(text) for text in texts]), strict=True):

@@ -28,7 +28,11 @@ class World:
         self.n_requests = 0
 
     def begin(self, rows: list[int]) -> None:
-        """Start requests in `rows`, some with a cached prefix, and read their prompts in one or more chunks."""
+        """Start requests in `rows`, some with a cached prefix, and read their prompts in one or more chunks.
+
+        Half of the chunks are mixed: each also reads one token of the running requests.
+        """
+        running = list(self.live)
         for row in rows:
             self.ring.requests.req_generation[row] += 1
             prefix = self.random.choice([0, 0, self.random.randrange(1, 9)]) * max(self.page, 8)
@@ -42,13 +46,18 @@ class World:
                 longest = self.random.choice([self.page * 8, LONGEST])
                 chunks.append((row, request.read, min(longest, request.end - request.read)))
                 request.read += chunks[-1][-1]
-            self.read_prompts(*chunks)
+            mixed = [row for row in running if self.random.random() < 0.5]
+            self.read_prompts(*chunks, *((row, self.live[row].end, 1) for row in mixed), n_running=len(mixed))
+            for row in mixed:
+                self.live[row].end += 1
 
-    def read_prompts(self, *chunks: tuple[int, int, int]) -> None:
-        """Read a batch of prompt chunks, each given as row, start and length."""
+    def read_prompts(self, *chunks: tuple[int, int, int], n_running: int = 0) -> None:
+        """Read a batch of prompt chunks, each given as row, start and length. The last are of running requests."""
         rows, starts, lengths = zip(*chunks, strict=True)
         reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)) for row in rows]
-        kept = self.ring.of_prompt(SimpleNamespace(reqs=reqs, prefix_lens=starts, extend_lens=lengths), CPU)
+        running = reqs[len(reqs) - n_running :]
+        batch = SimpleNamespace(reqs=reqs, decoding_reqs=running, prefix_lens=starts, extend_lens=lengths)
+        kept = self.ring.of_prompt(batch, CPU)
         packed = [(self.live[row].name, start + i) for row, start, n in chunks for i in range(n)]
         if kept.rows_T is not None:
             packed = [packed[row] for row in kept.rows_T.tolist()]

@@ -23,7 +23,7 @@ def batch_of(*texts: list[int], rows: list[int]) -> Any:
         SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row), get_fill_ids=lambda text=text: array("q", text))
         for row, text in zip(rows, texts, strict=True)
     ]
-    return SimpleNamespace(reqs=reqs)
+    return SimpleNamespace(reqs=reqs, decoding_reqs=None)
 
 
 def having(*texts: list[int], rows: list[int]) -> TextCopies:
@@ -51,6 +51,22 @@ def test_prompt_and_committed_tokens_are_copied() -> None:
     assert copies.text_QM[3, : len(TEXT) + 3].tolist() == [*TEXT, 16, 17, 18]
     assert step(copies, len(TEXT) + 3, 3, [19, 60, 61], [20, 1, 2]) == [19, 20, 1]
     assert copies.text_QM[1, :2].tolist() == [50, 51]
+
+
+def test_a_mixed_step_appends_the_anchor_of_running_requests() -> None:
+    """One request begins, another has read its anchor 16. Its counts stay, and what follows its anchor is copied."""
+    copies = having(TEXT, rows=[3])
+    step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19])
+    before = copies.counts_QK2[3].clone()
+    assert before.any()
+    batch = batch_of([50, 51], [*TEXT, 99], rows=[1, 3])
+    batch.decoding_reqs, batch.req_pool_indices = batch.reqs[1:], torch.tensor([1, 3])
+    batch.prefix_lens, batch.input_ids = [0, len(TEXT) + 3], torch.tensor([50, 51, 19])
+    copies.read(batch)
+    assert copies.text_QM[3, : len(TEXT) + 4].tolist() == [*TEXT, 16, 17, 18, 19]
+    assert copies.text_QM[1, :2].tolist() == [50, 51]
+    assert torch.equal(copies.counts_QK2[3], before)
+    assert step(copies, len(TEXT) + 4, 3, [20, 60, 61], [1, 2, 3]) == [20, 1, 2]
 
 
 def test_forget_clears_counts_of_dry_runs() -> None:
@@ -109,7 +125,7 @@ def test_a_retracted_request_resumes_in_another_row() -> None:
     req.output_ids.extend(TEXT[18:])
     req.refresh_fill_ids()
     req.prefix_len, req.extend_end, req.kv.req_pool_idx = 18, len(TEXT), 3
-    copies.read(SimpleNamespace(reqs=[req]))
+    copies.read(SimpleNamespace(reqs=[req], decoding_reqs=None))
     assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
     assert copies.text_QM[3, : len(TEXT) + 3].tolist() == [*TEXT, 16, 17, 18]
 

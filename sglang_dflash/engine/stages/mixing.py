@@ -1,0 +1,39 @@
+"""Mixed steps: with `--enable-mixed-chunk` one forward reads a chunk of prompts and one token of each running request.
+
+In such a step SGLang gives the running requests no draft: each reads its anchor, as a prompt of one token whose prefix
+is the request's text, and gets its next token. They are the last requests of the batch. SGLang samples their tokens as
+it samples the first token of a prompt. This is not exact if sampling depends on tokens that the scheduler does not have
+yet, so such requests are not mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+from sglang_dflash.engine.stages.penalties import asks
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+
+def mix_plain(stock: Callable[..., Any], scheduler: Scheduler, *, running_batch: ScheduleBatch, **others: Any) -> Any:
+    """Mix prompts with running requests only if these may be mixed. Hook around `Scheduler._get_new_batch_prefill_raw`.
+
+    A running request with a grammar, penalties, a custom logit processor, sampling masks or hidden states prevents
+    mixing. Then the step reads prompts only.
+    """
+    mixes = scheduler.is_mixed_chunk
+    scheduler.is_mixed_chunk = mixes and all(map(may_mix, running_batch.reqs))
+    try:
+        return stock(scheduler, running_batch=running_batch, **others)
+    finally:
+        scheduler.is_mixed_chunk = mixes
+
+
+def may_mix(req: Req) -> bool:
+    """Return whether SGLang may sample a token of this running request in a mixed step."""
+    edits = req.grammar is not None or req.custom_logit_processor is not None or asks(req)
+    return not (edits or req.return_sampling_mask or req.return_hidden_states)
