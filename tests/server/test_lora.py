@@ -1,5 +1,8 @@
 """LoRA adapters of the target, and a draft without adapters: answers and steps equal those of the merged target."""
 
+import base64
+import json
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,6 +10,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
+from safetensors.torch import load_file
 
 from sglang_dflash.pairs.servers.server import Generation, Server
 from sglang_dflash.pairs.tiny.pairs import Arm
@@ -154,6 +158,23 @@ def test_adapters_come_and_go_while_others_are_served(serving: Serving) -> None:
             assert serving.ask(server, "late", prompt).token_ids == serving.expected("late", prompt)
             assert post(server, "/unload_lora_adapter", {"lora_name": "late"}).status_code == 200
     assert tokens_of(meanwhile.result()) == [serving.expected(*pair) for pair in asked]
+
+
+def test_an_adapter_may_be_pushed_as_tensors(serving: Serving) -> None:
+    if serving.kind.brief:
+        pytest.skip("shown by another kind")
+    folder, server = serving.known["late"].path, serving.server
+    tensors = load_file(folder / "adapter_model.safetensors")
+    adapter = {
+        "config_dict": json.loads((folder / "adapter_config.json").read_text()),
+        "serialized_named_tensors": [base64.b64encode(pickle.dumps(tensors)).decode()],
+    }
+    assert post(server, "/load_lora_adapter_from_tensors", {"lora_name": "pushed"} | adapter).status_code == 200
+    for prompt in serving.prompts[:3]:
+        answer = serving.ask(server, "pushed", prompt)
+        assert answer.token_ids == serving.expected("late", prompt)
+        assert steps(answer) == serving.expected_steps("late", prompt)
+    assert post(server, "/unload_lora_adapter", {"lora_name": "pushed"}).status_code == 200
 
 
 def test_widths_may_change_at_random(serving: Serving, pool: Any) -> None:
