@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from sglang_dflash.pairs.tiny import pairs as tiny
 from sglang_dflash.pairs.tiny.pairs import HYBRID, Pair
@@ -18,6 +16,7 @@ from tests.server.conftest import STRICT, WHOLE_BLOCKS
 from tests.server.lib.oracle import Oracle
 from tests.server.lib.rehearsals import SM90
 from tests.server.test_doors import ROOT
+from tests.server.test_weight_update import changed_copy
 
 pytestmark = pytest.mark.full
 N_PROMPTS, N_NEW, N_ROUNDS = 4, 32, 5
@@ -27,21 +26,9 @@ FIELDS = {
     "enable_memory_saver": True, "enable_draft_weights_cpu_backup": True, "max_running_requests": 8,
     "max_mamba_cache_size": 64, "mamba_radix_cache_strategy": "extra_buffer", "max_total_tokens": 8192,
     "mem_fraction_static": 0.5, "cuda_graph_bs_decode": [1, 2, 4], "cuda_graph_backend_prefill": "disabled",
-    # As verl sets them for every algorithm.
+    # Values that verl sets for every algorithm.
     "speculative_num_steps": 3, "speculative_eagle_topk": 1, "log_level": "warning",
 }  # fmt: skip
-
-
-def changed_copy(checkpoint: Path, folder: Path) -> Path:
-    """Copy a checkpoint in fp32, with noise added to its matrices."""
-    shutil.copytree(checkpoint, folder)
-    torch.manual_seed(4)
-    tensors = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
-    for tensor in tensors.values():
-        if tensor.ndim == 2:
-            tensor += 0.1 * tensor.std() * torch.randn_like(tensor)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def logprobs_of(expert: Oracle, prompt: list[int], answer: list[int]) -> list[float]:
