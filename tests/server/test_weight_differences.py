@@ -30,7 +30,7 @@ def test_differences_are_added_by_a_trainers_loader(model: str, row: str, pool: 
     flags = (*kind.flags, "--custom-weight-loader", weight_differences.NAME)
     server = pool.get(flags=flags, env={"PYTHONPATH": path} | dict(kind.env))
     prompts, expert = questions(N_PROMPTS, seed=17), Oracle(HYBRID, None, None)
-    stored = load_file(folder_of(model) / "model.safetensors")
+    stored = load_file(HYBRID._asdict()[model] / "model.safetensors")
     torch.manual_seed(2)
     change = {
         name: 0.2 * weight.float().std() * torch.randn(weight.shape)
@@ -43,21 +43,10 @@ def test_differences_are_added_by_a_trainers_loader(model: str, row: str, pool: 
         pushed = {name: sign * difference for name, difference in change.items()}
         answer = push(server, pushed, selector=model, load_format=weight_differences.NAME)
         assert answer.status_code == 200, answer.text
-        add(expert, model, pushed)
+        weight_differences.add(expert.target if model == "target" else expert.draft, pushed.items())
         expected = expert.expect(prompts, MAX_NEW_TOKENS)
         answers = expected.require_from(server, N_PROMPTS)
         assert ([*map(steps, answers)] != before.steps) == (sign == 1), "the change is too small to see"
         assert (tokens_of(answers) != before.token_ids) == (sign == 1 and model == "target")
         server.flush_cache()
     pool.drop(server)
-
-
-def folder_of(model: str) -> Path:
-    return {"target": HYBRID.target, "draft": HYBRID.draft}[model]
-
-
-@torch.no_grad()
-def add(expert: Oracle, model: str, change: dict[str, torch.Tensor]) -> None:
-    parameters = dict((expert.target if model == "target" else expert.draft).named_parameters())
-    for name, difference in change.items():
-        parameters[name] += difference
