@@ -10,10 +10,8 @@ import numpy as np
 COMMON = 0.1  # fraction of the error by which the times of all widths are corrected
 OWN = 0.03  # further fraction of the error by which the time of the step's own width is corrected
 MOST = 0.15  # bound of the error before a width has had RECENT steps, because some steps take twice as long as usual
-RECENT = (
-    5  # number of last steps of a width whose median error is used, and of first steps that replace start-up's time
-)
-
+# Number of last steps of a width whose median error is used, and of first steps that replace the time from start-up.
+RECENT = 5
 FASTER = 4.0  # bound of the factor by which one time becomes shorter at once
 NEAR = 0.1  # relative difference up to which the first real times replace nothing
 
@@ -70,7 +68,6 @@ class StepCost:
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """Correct the estimates with the time of a real step, `seconds`."""
         w, parts = self.widths.index(width), self.parts_N[min(n_requests, self.sizes[-1])]
-        ratio = seconds / self._of(n_requests, self.launch_SW)[w]
         errors = self.errors_W[w]
         errors.append(seconds / self._of(n_requests, self.measured_SW)[w] - 1)
         error = median(errors) if len(errors) == RECENT else min(max(errors[-1], -MOST), MOST)
@@ -81,7 +78,7 @@ class StepCost:
             self.n_SW[i][w] += 1
             self.last_SW[i][w] = self.n_observed
             if len(self.first_SW[i][w]) < RECENT:
-                self._replace(i, w, ratio)
+                self._replace(i, w, seconds / self._of(n_requests, self.launch_SW)[w])
 
     def _replace(self, i: int, w: int, ratio: float) -> None:
         """Use one of the first real times of width index `w` at size index `i`, as a ratio to the time from start-up.
@@ -98,9 +95,11 @@ class StepCost:
         ratio, known = median(first) if is_full else min(first), times_W[w] / launch_W[w]
         if abs(ratio / known - 1) > NEAR and (is_full or len(first) == 2 or ratio < known):
             times_W[w] = max(ratio, known / FASTER) * launch_W[w]
+            self.errors_W[w].clear()  # they are errors of the replaced time
         if is_full and abs(ratio - 1) > NEAR and sum(len(others) == RECENT for others in self.first_SW[i]) == 1:
             for v, others in enumerate(self.first_SW[i]):
                 if v == w or not others:
+                    self.errors_W[v].clear()
                     times_W[v] = max(ratio, 1 / FASTER) * launch_W[v]
 
     def n_real(self, n_requests: int, width: int) -> int:
