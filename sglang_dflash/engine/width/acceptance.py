@@ -20,6 +20,9 @@ WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) st
 Counts = list[tuple[float, float]]
 
 
+ALL = slice(None)
+
+
 class Level:
     """Level of a request: its odds of acceptance in its last blocks, divided by the usual odds (of all requests)."""
 
@@ -81,19 +84,27 @@ class Acceptance:
         self.batch, self.of_request = self.nothing[:], dict[str, Own]()
         self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # 1.0 at first, so that every width is tried
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
-        """Count a step at `width`; `n_accepted_B`: number of accepted drafts of each request, 0..width - 1."""
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], part: slice = ALL) -> None:
+        """Count a step at `width`.
+
+        Args:
+            n_accepted_B: number of accepted drafts of each request, 0..width - 1.
+            part: requests of the batch to count. Their own counts then grow more slowly.
+        """
         self._fade()
-        all_D = self._of_all() if width > 1 else []
-        for rid, n_accepted in zip(rids, n_accepted_B, strict=True):
-            own = self.of_request.setdefault(rid, Own(self.nothing))
-            count(own.counts, width, n_accepted, self.weight)
+        all_D, n_counted = self._of_all() if width > 1 else [], len(rids[part])
+        for rid, n_accepted in zip(rids[part], n_accepted_B[part], strict=True):
+            own = self.of_request.get(rid)
+            if own is None:
+                own = self.of_request[rid] = Own(self.nothing)
             own.n_tokens += n_accepted + 1
             if width > 1:
+                count(own.counts, width, n_accepted, self.weight)
                 own.observe(all_D[: min(n_accepted + 1, width - 1)], n_accepted)
-            self._share(own, width, n_accepted, len(rids))
+            if width > 1 or own.kept is not None:
+                self._share(own, width, n_accepted, n_counted)
         if len(self.of_request) > 4 * len(rids) + 64:  # most of these requests have ended
-            self.of_request = {rid: self.of_request[rid] for rid in rids}
+            self.of_request = {rid: self.of_request[rid] for rid in rids if rid in self.of_request}
 
     def _fade(self) -> None:
         self.weight /= DECAY
