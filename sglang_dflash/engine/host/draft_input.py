@@ -6,7 +6,8 @@ reserved for the block that the step will verify, and for the block still in fli
 
 Invariant: when `prepare_for_decode` returns, a request's row of req_to_token has KV slots for positions 0 to
 committed + 2 W - 1. `committed` is the latest `prefix_len` that the host has (SGLang's `kv_committed_len`). W is the
-widest verify: N, or more if n-gram copies continue blocks.
+widest verify: N, or more if n-gram copies continue blocks. Without the overlap schedule no step is in flight, so
+committed + W - 1 is enough. Then steps of one token need new KV slots only once in W steps.
 """
 
 from __future__ import annotations
@@ -53,10 +54,24 @@ class DraftInput(SpecInput):
         if batch.batch_size() == 0:
             return
         batch.maybe_evict_swa()
+        self._reserve(batch, get_alloc_reserve_per_decode())
+        committed = [req.kv.kv_committed_len for req in batch.reqs]
+        # With the overlap schedule SGLang later replaces `seq_lens_cpu` by the lengths from the relay.
+        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
+        batch.seq_lens_sum = sum(committed)
+        for req in batch.reqs:
+            req.decode_batch_idx += 1
+
+    def _reserve(self, batch: ScheduleBatch, reserve: int) -> None:
+        """Allocate KV slots for `reserve` = 2 W tokens past the committed ones, where the row has too few."""
+        allocated = [req.kv.kv_allocated_len for req in batch.reqs]
+        if self.future_indices is None and all(
+            n >= req.kv.kv_committed_len + reserve // 2 for n, req in zip(allocated, batch.reqs, strict=True)
+        ):
+            self.allocated_B_cpu = torch.tensor(allocated, dtype=torch.int32)
+            return
         allocated, needed, n_new = page_aligned_decode_alloc_lens(
-            batch.reqs,
-            reserve=get_alloc_reserve_per_decode(),
-            page_size=batch.token_to_kv_pool_allocator.page_size,
+            batch.reqs, reserve=reserve, page_size=batch.token_to_kv_pool_allocator.page_size
         )
         self.allocated_B_cpu = torch.tensor(needed, dtype=torch.int32)
         if n_new:
@@ -73,12 +88,6 @@ class DraftInput(SpecInput):
                 num_needed_tokens=n_new,
                 batch=batch,
             )
-        committed = [req.kv.kv_committed_len for req in batch.reqs]
-        # With the overlap schedule SGLang later replaces `seq_lens_cpu` by the lengths from the relay.
-        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
-        batch.seq_lens_sum = sum(committed)
-        for req in batch.reqs:
-            req.decode_batch_idx += 1
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         """Keep only the requests at these indices of the batch, int64."""

@@ -94,6 +94,20 @@ def test_no_slots_are_allocated_where_enough_are_mapped(monkeypatch):
     assert made.allocated_B_cpu.tolist() == [40]
 
 
+@pytest.mark.parametrize(
+    ("allocated", "relayed", "after"),
+    [([13, 40], False, [13, 40]), ([12, 40], False, [21, 46]), ([13, 40], True, [21, 46])],
+    ids=["enough for a step", "too few", "a step in flight"],
+)
+def test_slots_for_one_step_are_enough_without_overlap(monkeypatch, allocated, relayed, after):
+    """Blocks of 8 past 5 and 30 committed tokens. With the overlap schedule another block is in flight."""
+    monkeypatch.setattr(draft_input, "get_alloc_reserve_per_decode", lambda: 16)
+    monkeypatch.setattr(draft_input, "alloc_for_spec_decode", lambda *pools, **asked: None)
+    made = state(1, 2, relayed=relayed)
+    made.prepare_for_decode(batch_of([5, 30], allocated, 1))
+    assert made.allocated_B_cpu.tolist() == after
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("block_size", [2, 8, 16])
 def test_a_reservation_stays_in_its_row(monkeypatch, page_size, block_size):
