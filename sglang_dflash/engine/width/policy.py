@@ -45,6 +45,7 @@ TRIAL, TIMED = 6, 2  # largest number of steps of a trial, and number of timed o
 # Factors by which the time of a width may be too long: of one with few real steps, and of one with few recent steps.
 DOUBT, OLD_DOUBT = 2.0, 1.25
 AGAIN = 1024  # number of real steps after which a width without them may have another trial
+PART = 16  # largest number of requests whose outcomes a step counts; the host would take milliseconds for hundreds
 MARGIN = 1.02  # a trial must promise this rate, relative to the best one
 
 
@@ -181,10 +182,11 @@ class Adaptive(Policy):
         self.name, self.widths, self.cost = "auto", tuple(widths), cost
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
-        self.review: Review | None = None  # for the requests `reviewed`; None: to be computed from new estimates
+        self.review: Review | None = None  # for the requests `reviewed`
         self.reviewed: Sequence[str] = ()
-        # Number of steps, number of steps since the last one with drafts, and budget for looks in seconds.
-        self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0
+        self.is_stale = True  # whether estimates have changed since the last review
+        # Number of steps, of outcomes, of steps since the last one with drafts, and budget for looks in seconds.
+        self.n_steps, self.n_observed, self.n_rested, self.saved_s = 0, 0, 0, 0.0
         self.drafted = set[str]()  # requests that have had a step with drafts
         self.trials = Trials(cost)
 
@@ -193,10 +195,13 @@ class Adaptive(Policy):
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY or self.cost.has_news:
             self.cost.settle()
-            self.review = None
-        if self.review is None or rids != self.reviewed:
-            self.review, self.reviewed = self._review(rids), rids
+            self.is_stale = True
+        n_parts, n_before = n_parts_of(len(rids)), len(self.reviewed)
+        may_wait = n_parts > 1 and n_parts == n_parts_of(n_before) and self.n_steps % n_parts != 0
+        if not may_wait and (self.is_stale or rids != self.reviewed):
+            self.review, self.reviewed, self.is_stale = self._review(rids), rids, False
         review = self.review
+        assert review is not None
         self.saved_s = min(self.saved_s + review.saving_s, review.block_s)
         decision = review.best if self.n_rested >= review.rest else Decision(1, expected=1.0)
         # If drafted blocks follow rests, the budget pays for a look only directly after a drafted block. So this look
@@ -208,10 +213,10 @@ class Adaptive(Policy):
             decision = trial
         elif may_look or must_look:
             decision = review.look
-            self.saved_s -= review.price_s
             # In a batch the budget may become negative. Then new requests cause no look until the budget is 0 again.
-            if len(rids) == 1:
-                self.saved_s = max(self.saved_s, 0.0)
+            # The first look of a request that runs alone adds no debt, but leaves that of earlier batches.
+            debt_s = min(self.saved_s, 0.0) if len(rids) == 1 else -math.inf
+            self.saved_s = max(self.saved_s - review.price_s, debt_s)
         if decision.width > 1:
             self.drafted.update(rids)
             if len(self.drafted) > 4 * len(rids) + 64:  # most of these requests have ended
@@ -285,7 +290,14 @@ class Adaptive(Policy):
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         """Update the estimates of acceptance, and of the effect of rests."""
-        self.acceptance.observe(rids, decision.width, n_accepted_B)
+        self.n_observed += 1
+        n_parts = n_parts_of(len(rids))
+        self.acceptance.observe(rids, decision.width, n_accepted_B, slice(self.n_observed % n_parts, None, n_parts))
         if decision.width > 1:
             self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.n_drafts)
-            self.review = None
+            self.is_stale = True
+
+
+def n_parts_of(n_requests: int) -> int:
+    """Return the number of parts of a batch. Each step counts the outcomes of one part only."""
+    return -(-n_requests // PART)
