@@ -5,9 +5,9 @@ device, in its `FutureMap` (here "the relay"). The host gets the state one step 
 reserved for the block that the step will verify, and for the block still in flight.
 
 Invariant: when `prepare_for_decode` returns, a request's row of req_to_token has KV slots for positions 0 to
-committed + 2 W - 1. `committed` is the latest `prefix_len` that the host has (SGLang's `kv_committed_len`). W is the
-widest verify: N, or more if n-gram copies continue blocks. Without the overlap schedule no step is in flight, so
-committed + W - 1 is enough. Then steps of one token need new KV slots only once in W steps.
+committed + w + W - 1. `committed` is the latest `prefix_len` that the host has (SGLang's `kv_committed_len`). W is the
+widest verify: N, or more if n-gram copies continue blocks. w is the width of the step that may be in flight. If a row
+has fewer, all rows get KV slots up to committed + 2 W - 1. So steps of one token need new ones only once in W steps.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class DraftInput(SpecInput):
     bonus_tokens: torch.Tensor  # anchor_B, int64
     new_seq_lens: torch.Tensor  # prefix_len_B, int64
     future_indices: torch.Tensor | None = None  # index of each request in the relay; set by the overlap schedule
+    n_in_flight: int = 1  # largest number of tokens per request that the step before may commit
     allocated_B_cpu: torch.Tensor | None = None  # int32, number of KV slots of each request; set by prepare_for_decode
 
     # Fields that SGLang's relay reads, but that only other algorithms use.
@@ -63,11 +64,9 @@ class DraftInput(SpecInput):
             req.decode_batch_idx += 1
 
     def _reserve(self, batch: ScheduleBatch, reserve: int) -> None:
-        """Allocate KV slots for `reserve` = 2 W tokens past the committed ones, where the row has too few."""
-        allocated = [req.kv.kv_allocated_len for req in batch.reqs]
-        if self.future_indices is None and all(
-            n >= req.kv.kv_committed_len + reserve // 2 for n, req in zip(allocated, batch.reqs, strict=True)
-        ):
+        """Allocate KV slots for `reserve` = 2 W tokens past the committed ones, if a row has too few for two steps."""
+        allocated, least = [req.kv.kv_allocated_len for req in batch.reqs], self.n_in_flight + reserve // 2
+        if all(n >= req.kv.kv_committed_len + least for n, req in zip(allocated, batch.reqs, strict=True)):
             self.allocated_B_cpu = torch.tensor(allocated, dtype=torch.int32)
             return
         allocated, needed, n_new = page_aligned_decode_alloc_lens(
@@ -101,6 +100,7 @@ class DraftInput(SpecInput):
     def merge_batch(self, spec_info: DraftInput) -> None:
         """Append the requests of another batch."""
         self.allocated_B_cpu = None
+        self.n_in_flight = max(self.n_in_flight, spec_info.n_in_flight)
         if self.future_indices is not None:
             assert spec_info.future_indices is not None, "one schedule for both batches"
             self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])

@@ -28,7 +28,9 @@ def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accept
         indexer_topk_output=target.run.indexer_topk_output,
         speculative_num_draft_tokens=plan.width,
         new_seq_lens=accepted.next_prefix_len_B,
-        next_draft_input=DraftInput(bonus_tokens=accepted.anchor_B, new_seq_lens=accepted.next_prefix_len_B),
+        next_draft_input=DraftInput(
+            bonus_tokens=accepted.anchor_B, new_seq_lens=accepted.next_prefix_len_B, n_in_flight=plan.width
+        ),
         # SGLang copies these tensors to the host on another stream while later steps run, so they must not be freed.
         extra_keep_alive_refs=[accepted],
     )

@@ -95,15 +95,16 @@ def test_no_slots_are_allocated_where_enough_are_mapped(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("allocated", "relayed", "after"),
-    [([13, 40], False, [13, 40]), ([12, 40], False, [21, 46]), ([13, 40], True, [21, 46])],
-    ids=["enough for a step", "too few", "a step in flight"],
+    ("allocated", "in_flight", "after"),
+    [([14, 40], 1, [14, 40]), ([13, 40], 1, [21, 46]), ([17, 42], 4, [17, 42]), ([17, 41], 4, [21, 46])],
 )
-def test_slots_for_one_step_are_enough_without_overlap(monkeypatch, allocated, relayed, after):
-    """Blocks of 8 past 5 and 30 committed tokens. With the overlap schedule another block is in flight."""
+def test_slots_for_a_block_and_the_step_in_flight_are_enough(monkeypatch, allocated, in_flight, after):
+    """Blocks of 8 past 5 and 30 committed tokens, after a step of 1 or 4 tokens."""
     monkeypatch.setattr(draft_input, "get_alloc_reserve_per_decode", lambda: 16)
     monkeypatch.setattr(draft_input, "alloc_for_spec_decode", lambda *pools, **asked: None)
-    made = state(1, 2, relayed=relayed)
+    made, prompts = state(1), state(2)
+    made.n_in_flight = in_flight
+    made.merge_batch(prompts)
     made.prepare_for_decode(batch_of([5, 30], allocated, 1))
     assert made.allocated_B_cpu.tolist() == after
 
