@@ -122,9 +122,7 @@ def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
     int32_2BD, place_B = np.zeros((2, B, N - 1), np.int32), np.full(B, N - 1, np.int32)
     (source_BD, length_BD), drafted_BN = int32_2BD, tokens_BN.numpy().copy()
     prefix_len_B, rows_B, text_QM, counts_QK2 = (tensor.numpy() for tensor in texts)
-    alone_B = (prefix_len_B < text_QM.shape[1]) & (N == 1)  # no search: anchors are only written
-    text_QM[rows_B[alone_B], prefix_len_B[alone_B]] = drafted_BN[alone_B, 0]
-    for b in range(B if N > 1 else 0):
+    for b in range(B):
         row, n, block_N = rows_B[b], int(prefix_len_B[b]), drafted_BN[b]
         text_L = np.concatenate([text_QM[row, :n], block_N])
         best_D = longest_matches(text_L, n)

@@ -48,8 +48,8 @@ class Trace:
         """Run the copier, and start the transfer of `place_B` to the host."""
         assert self.copier is not None
         step = self.copier.copy(plan, drafts_BN)
-        assert step.made is not None
-        self.places.append(step.made[0].place_B.to("cpu", non_blocking=True))
+        place_B = torch.zeros(plan.n_requests) if step.made is None else step.made[0].place_B
+        self.places.append(place_B.to("cpu", non_blocking=True))
         return step
 
     def add(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], now_s: float) -> None:

@@ -67,7 +67,7 @@ class CopyStep(NamedTuple):
 
     tokens_BN: torch.Tensor  # int64 [B, width], to be verified
     drafts_BN: torch.Tensor  # int64 [B, width], the block before copying
-    made: tuple[Copied, Texts] | None = None  # result and input of `copy_draft`; None: this server makes no copies
+    made: tuple[Copied, Texts] | None = None  # result and input of `copy_draft`; None: nothing could be copied
 
 
 class NoCopies:
@@ -125,13 +125,16 @@ class TextCopies:
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
         """Copy at each block's first trusted match (`kernels/copy_draft.py`), and write the block after the history."""
+        if plan.width == 1:  # nothing is drafted or copied, but the anchor joins the history
+            self.text_QM[plan.rows_B, plan.prefix_len_B] = drafts_BN[:, 0].to(torch.int32)
+            return CopyStep(drafts_BN, drafts_BN)
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
         copied = self.copy_draft(drafts_BN, texts)
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
         """Add the gains (see `Copier.weigh`) to each request's counts, by class of match lengths."""
-        if step.made is not None and step.drafts_BN.shape[1] > 1:  # at width 1 nothing was drafted
+        if step.made is not None:
             (copied, texts), committed = step.made, (accepted.committed_BN, accepted.n_committed_B)
             self.weigh_copies(step.drafts_BN, copied, *committed, texts, totals_K2=self.totals_K2)
 

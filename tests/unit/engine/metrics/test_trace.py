@@ -24,7 +24,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def plan(width: int) -> Any:
     return SimpleNamespace(
-        prefix_len_B=torch.tensor([len(TEXT), 2]), rows_B=torch.tensor([0, 1], dtype=torch.int64), width=width
+        prefix_len_B=torch.tensor([len(TEXT), 2]),
+        rows_B=torch.tensor([0, 1], dtype=torch.int64),
+        width=width,
+        n_requests=2,
     )
 
 
