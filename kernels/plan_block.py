@@ -45,6 +45,24 @@ def plan_block_ref(
     return PlannedBlock(tokens_BN, positions_BN, slots_BN.where(positions_BN <= last, 0))
 
 
+def plan_block_torch(
+    anchor_B: torch.Tensor,
+    prefix_len_B: torch.Tensor,
+    req_pool_indices_B: torch.Tensor,
+    req_to_token_QM: torch.Tensor,
+    *,
+    mask_token_id: int,
+    n_tokens: int,
+) -> PlannedBlock:
+    """Compute `plan_block`, with fewer operations if N = 1. In this case `tokens_BN` is a view of `anchor_B`."""
+    if n_tokens > 1:
+        rows = anchor_B, prefix_len_B, req_pool_indices_B
+        return plan_block_ref(*rows, req_to_token_QM, mask_token_id=mask_token_id, n_tokens=n_tokens)
+    last, positions_B1 = req_to_token_QM.shape[1] - 1, prefix_len_B[:, None].clone()
+    slots_B1 = req_to_token_QM[req_pool_indices_B[:, None], positions_B1.clamp(max=last)].long()
+    return PlannedBlock(anchor_B[:, None], positions_B1, slots_B1.where(positions_B1 <= last, 0))
+
+
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["anchor", "prefix_len", "rows"])
 def _plan_block_kernel(
     anchor, prefix_len, rows, req_to_token, tokens, positions, slots, mask_token_id, M, N, BLOCK_N: tl.constexpr
@@ -88,7 +106,7 @@ def plan_block_triton(
     return out
 
 
-PLAN_BLOCK = Forms(on_cpu=plan_block_ref, on_gpu=plan_block_triton)
+PLAN_BLOCK = Forms(on_cpu=plan_block_torch, on_gpu=plan_block_triton)
 
 
 def plan_block(

@@ -2,7 +2,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_dflash_kernels.plan_block import PlannedBlock, plan_block, plan_block_ref, plan_block_triton
+from sglang_dflash_kernels.plan_block import (
+    PlannedBlock,
+    plan_block,
+    plan_block_ref,
+    plan_block_torch,
+    plan_block_triton,
+)
 
 INT32, INT64, MASK = torch.int32, torch.int64, 99
 
@@ -55,9 +61,11 @@ def test_kernel_is_the_definition(B, N, M, row_dtype, device):
     torch.manual_seed(B * 100 + N)
     n_rows = B + 3
     anchor_B = torch.randint(0, 1 << 40, (B,), device=device)
-    prefix_len_B = torch.randint(0, M, (B,), device=device)  # some blocks extend past the end of their row
+    prefix_len_B = torch.randint(0, M + 2, (B,), device=device)  # some blocks extend past the end of their row
     rows_B = torch.randperm(n_rows, device=device)[:B].to(row_dtype)
     req_to_token = torch.randint(1, 1 << 30, (n_rows, M), device=device, dtype=torch.int32)
     args = anchor_B, prefix_len_B, rows_B, req_to_token
     got = plan_block_triton(*args, mask_token_id=MASK, n_tokens=N)
-    assert_same(got, plan_block_ref(*args, mask_token_id=MASK, n_tokens=N))
+    want = plan_block_ref(*args, mask_token_id=MASK, n_tokens=N)
+    assert_same(got, want)
+    assert_same(plan_block_torch(*args, mask_token_id=MASK, n_tokens=N), want)
