@@ -139,17 +139,34 @@ def accepted_at(
 
     Near the end of the answer, only drafts up to its last token are compared.
     """
+    sizes = block_size or draft.config.n_drafts + 1, draft_window
+    return [
+        n_equal(guesses, answer[i + 1 :])
+        for i, guesses in enumerate(guesses_at(draft, target, prompt, answer, sizes=sizes))
+    ]
+
+
+@torch.inference_mode()
+def guesses_at(
+    draft: Draft,
+    target: PreTrainedModel,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    sizes: tuple[int, int | None],
+) -> list[list[int]]:
+    """Return the guesses of a block anchored at each token of `answer`; `sizes`: tokens of a block, and the window."""
     text = torch.tensor([*prompt, *answer], device=target.device)
     at_A = torch.arange(len(prompt), len(text), device=text.device)
-    sizes = block_size or draft.config.n_drafts + 1, draft_window
     hidden_ANH, context = _read_blocks(draft, target, text, at_A, sizes)
     hidden_ADH = draft.predicting(hidden_ANH)
     logits_ADV, embed = draft_logits(hidden_ADH, target), target.get_input_embeddings()
-    guesses_AD = draft.guesses(hidden_ADH, logits_ADV, Begin.at(text[at_A], context, at_A), embed).tolist()
-    return [
-        len(list(takewhile(bool, (guess == token for guess, token in zip(guesses, answer[i + 1 :], strict=False)))))
-        for i, guesses in enumerate(guesses_AD)
-    ]
+    return draft.guesses(hidden_ADH, logits_ADV, Begin.at(text[at_A], context, at_A), embed).tolist()
+
+
+def n_equal(guesses: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    return len(list(takewhile(bool, (guess == token for guess, token in zip(guesses, tokens, strict=False)))))
 
 
 def hidden_of_blocks(
