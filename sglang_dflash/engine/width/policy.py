@@ -11,11 +11,12 @@ block. E_r(w) is E(w) after such a rest. The policy uses the r and w with the
 over r = 0 and r = REST and all widths. On a GPU T grows in jumps, so the optimum may lie beyond a worse width.
 
 A step at width w shows which drafts at narrower widths would be accepted, but nothing about further drafts. So some
-steps, called looks, verify at the largest width. A request that runs alone and has had no drafts gets a look. A batch
-of several requests that have all had no drafts gets a look if the budget for looks is not negative. Further looks
-follow when this budget, in seconds, covers the expected loss of a look. Each step adds `EXPLORE` times the largest
-possible gain of a larger width to the budget. This gain assumes that a draft beyond the present width is accepted
-whenever all drafts before it are. A change of width costs nothing, so there is no threshold for it.
+steps, called looks, verify at the largest width, or in large batches at a narrower one. A request that runs alone and
+has had no drafts gets a look. A batch of several requests that have all had no drafts gets a look if the budget for
+looks is not negative. Further looks follow when this budget, in seconds, covers the expected loss of a look. Each step
+adds `EXPLORE` times the largest possible gain of a larger width to the budget. This gain assumes that a draft beyond the
+present width is accepted whenever all drafts before it are. A change of width costs nothing, so there is no threshold
+for it.
 
 Start-up may have measured a width too slow, and a width that is never chosen is never timed. So a width that would win
 if its time was shorter by a factor (`DOUBT`) gets a trial: a few steps in a row, until one of them is timed.
@@ -36,6 +37,7 @@ from sglang_dflash.engine.width.cost import RECENT, StepCost
 # Fraction of a larger width's possible gain that each step adds to the budget. At most this fraction of the step's time
 # is added.
 EXPLORE = 0.01
+LOOK_ROWS = 512  # rows of a look; at 256 requests whole blocks of 16 would take a third of a second on an H200
 REST = 6  # number of steps of one token in a rest; longer rests have no further effect
 REST_DECAY = math.exp(-1 / 128)  # per step with drafts, factor on the weight of old evidence about rests
 REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
@@ -167,7 +169,7 @@ class Review(NamedTuple):
     best: Decision  # decision for the step after a rest
     look: Decision  # decision for a look
     trial: Decision | None  # decision for a trial; None: no width needs one
-    block_s: float  # seconds of a step at the largest width
+    block_s: float  # seconds of a look
     price_s: float  # expected loss of a look, in seconds
     saving_s: float  # seconds that each step adds to the budget for looks
 
@@ -236,7 +238,7 @@ class Adaptive(Policy):
         )
 
     def _review(self, rids: Sequence[str]) -> Review:
-        committed_N, block = self.acceptance.expected(rids), self.widths[-1]
+        committed_N = self.acceptance.expected(rids)
         seconds = dict(zip(self.widths, self.cost.of(len(rids)), strict=True))
         factors = dict(zip((0, REST), self.rhythm.factors(), strict=True))
         expected = {
@@ -245,8 +247,9 @@ class Adaptive(Policy):
             for width in self.widths
         }
         rate, minus_rest, width = self._best(seconds, expected)
-        rest, look = -minus_rest, Decision(block, expected[REST if width == 1 else 0, block], committed_N[block] - 1)
-        usual = 1 if rest else width
+        rest, usual = -minus_rest, 1 if -minus_rest else width
+        block = max(usual, self._look_width(len(rids)))
+        look = Decision(block, expected[REST if width == 1 else 0, block], committed_N[block] - 1)
         # Upper bound of the gain of larger widths: each further slot gains as much as the last one of the usual width.
         gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
@@ -261,6 +264,10 @@ class Adaptive(Policy):
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
             trial=None if trial is None else Decision(trial, expected[0, trial], committed_N[trial] - 1),
         )
+
+    def _look_width(self, n_requests: int) -> int:
+        """Return the largest width at which a look verifies at most `LOOK_ROWS` rows, or else the second width."""
+        return max((w for w in self.widths[2:] if n_requests * w <= LOOK_ROWS), default=self.widths[:2][-1])
 
     def _doubted(
         self, n_requests: int, seconds: dict[int, float], expected: dict[tuple[int, int], float], usual: int

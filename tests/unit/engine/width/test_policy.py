@@ -545,6 +545,40 @@ def test_every_request_is_explored_first() -> None:
     assert policy.decide(["new"]).width == 1
 
 
+@pytest.mark.parametrize(("n_requests", "width"), [(8, 16), (32, 16), (33, 8), (64, 8), (200, 4)])
+def test_a_look_of_a_large_batch_verifies_at_most_512_rows(n_requests: int, width: int) -> None:
+    """The narrowest width of a look is the second one, here 4."""
+    policy = Adaptive((1, 4, 8, 16), StepCost((1, 4, 8, 16), {1: (1.0, 1.1, 1.2, 1.3)}, alone))
+    policy.acceptance = Certain([0.0, *([1.0] * 16)])
+    assert policy.decide([str(i) for i in range(n_requests)]).width == width
+
+
+def test_a_lone_request_leaves_the_debt_of_batches() -> None:
+    """A batch's look costs 8 times a step of one token. Then one of its requests runs alone, and a new one."""
+    policy = Adaptive((1, 8), StepCost((1, 8), {1: (1.0, 8.0)}, alone))
+    policy.acceptance = Certain([0.0, *([1.0] * 8)])
+    assert policy.decide(["a", "b"]).width == 8
+    debt_s = policy.saved_s
+    assert debt_s == pytest.approx(-6, abs=0.1)
+    assert policy.decide(["a"]).width == 1
+    assert policy.decide(["new"]).width == 8
+    assert policy.saved_s == pytest.approx(debt_s, abs=0.1)
+
+
+def test_a_large_batch_is_counted_in_parts() -> None:
+    """Of 40 requests, each of three steps counts a third, and one of three steps reviews the estimates."""
+    policy = Adaptive(WIDTHS, step_cost(CHEAP))
+    rids = [str(i) for i in range(40)]
+    reviews, counted = list[object](), list[int]()
+    for _ in range(6):
+        decision = policy.decide(rids)
+        policy.observe(rids, decision, [decision.width - 1] * 40)
+        reviews.append(policy.review)
+        counted.append(sum(own.counts[0][0] > 0 for own in policy.acceptance.of_request.values()))
+    assert counted == [13, 26, 40, 40, 40, 40]
+    assert len(set(map(id, reviews))) <= 3
+
+
 @pytest.mark.parametrize("before", [[0.0], [0.0] * 50, [0.0, 1.0] * 10])
 def test_an_easy_request_after_hopeless_ones_is_as_fast_as_its_repetition(before: list[float]) -> None:
     *_, first, again = served(Adaptive(WIDTHS, step_cost(CHEAP)), [*before, 1.0, 1.0], 1, 87, CHEAP)
