@@ -14,9 +14,9 @@ A step at width w shows which drafts at narrower widths would be accepted, but n
 steps, called looks, verify at the largest width, or in large batches at a narrower one. A request that runs alone and
 has had no drafts gets a look. A batch of several requests that have all had no drafts gets a look if the budget for
 looks is not negative. Further looks follow when this budget, in seconds, covers the expected loss of a look. Each step
-adds `EXPLORE` times the largest possible gain of a larger width to the budget. This gain assumes that a draft beyond the
-present width is accepted whenever all drafts before it are. A change of width costs nothing, so there is no threshold
-for it.
+adds `EXPLORE` times the largest possible gain of a larger width to the budget. This gain assumes that a draft beyond
+the present width is accepted whenever all drafts before it are. A change of width costs nothing, so there is no
+threshold for it.
 
 Start-up may have measured a width too slow, and a width that is never chosen is never timed. So a width that would win
 if its time was shorter by a factor (`DOUBT`) gets a trial: a few steps in a row, until one of them is timed.
