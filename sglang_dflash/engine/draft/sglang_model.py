@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
@@ -142,7 +142,7 @@ class DFlashDraftModel(nn.Module):
             [DraftLayer(fields, i, rotary, quant_config) for i in range(fields.num_hidden_layers)]
         )
         self.norm = RMSNorm(hidden, eps=eps)
-        self.fc = nn.Linear(n_captured * hidden, hidden, bias=False)
+        self.fc = ReplicatedLinear(n_captured * hidden, hidden, bias=False)  # SGLang's, so that a CPU packs its weight
         self.hidden_norm = RMSNorm(hidden, eps=eps)
         self.aux_hidden_norms = nn.ModuleList(
             [RMSNorm(hidden, eps=eps) for _ in range(n_captured if fields.norms_features else 0)]
@@ -208,9 +208,9 @@ class DFlashDraftModel(nn.Module):
     def _fuse(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function from features [T, C] to hidden states [T, H]."""
         if not self.fields.norms_features:
-            return lambda features_TC: self.hidden_norm(self.fc(features_TC))
+            return lambda features_TC: self.hidden_norm(self.fc(features_TC)[0])
         normed = FeatureNorms([cast(RMSNorm, norm) for norm in self.aux_hidden_norms], self.fields.rms_norm_eps)
-        return lambda features_TC: self.hidden_norm(self.fc(normed(features_TC)))
+        return lambda features_TC: self.hidden_norm(self.fc(normed(features_TC))[0])
 
     @property
     def attentions(self) -> list[DraftAttention]:
