@@ -70,10 +70,12 @@ def read_text(path: Path) -> str:
     """Return the content of a file in UTF-8.
 
     Raises:
-        ValueError: the file has another encoding, or may not be read.
+        ValueError: there is no such file, it has another encoding, or it may not be read.
     """
     try:
         return path.read_text("utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(f"{path} is no file; correct the path") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it to UTF-8") from None
     except PermissionError:

@@ -147,6 +147,17 @@ class DraftRun:
             loss, weight = self.shared_loss(self.target, features_RLC, blocks, self.scored(step))
         return loss * n / self.ranks.total(weight).clamp(min=1e-9)
 
+    def facts(self) -> dict[str, Any]:
+        """Return the settings on which the weights depend, besides those of the data and the initial weights."""
+        return {
+            "target": weights_digest(self.target),
+            "draft": self.draft.config.to_json(),
+            "n_anchors": self.settings.n_anchors,
+            "gamma": self.gamma,
+            "seed": self.settings.seed,
+            "scored": "all" if self.frequent is None else len(self.frequent),
+        }
+
     @torch.no_grad()
     def report(self, data: Data, answers: Answers | None) -> Report:
         """Evaluate on held-out text, with acceptance only if there are answers. Each process evaluates its share."""
@@ -235,6 +246,7 @@ def train_draft(
     settings: Settings,
     dtype: torch.dtype,
     read: Read | None = None,
+    saved: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
     stop_after: int | None = None,
 ) -> DraftModel:
@@ -244,6 +256,7 @@ def train_draft(
         dtype: dtype of the saved draft.
         read: function that returns the target's argmax tokens and features; None: the target reads the rows in every
             step.
+        saved: called by the first process after each saving of the draft.
     Raises:
         ValueError: `out` contains the checkpoint of another run, or `settings.start` is a draft with other settings.
     """
@@ -264,6 +277,11 @@ def train_draft(
     prompts = [prompt[0].tolist() for prompt in data.prompts[ranks.rank :: ranks.n]]
     answers = Answers(target, prompts, settings.eval_tokens, config.n_drafts + 1) if data.prompts else None
     out.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
+        draft.save_pretrained(out, dtype=dtype)
+        saved()
+
     train(
         draft,
         lambda step: run.loss(data.rows_at(step), step),
@@ -271,17 +289,8 @@ def train_draft(
         folder=out,
         name="draft",
         report=lambda: run.report(data, answers),
-        save=lambda: draft.save_pretrained(out, dtype=dtype),
-        facts=data.facts
-        | {
-            "target": weights_digest(target),
-            "draft": config.to_json(),
-            "n_anchors": settings.n_anchors,
-            "gamma": run.gamma,
-            "seed": settings.seed,
-            "start": started,
-            "scored": "all" if data.frequent is None else len(data.frequent),
-        },
+        save=save,
+        facts=data.facts | run.facts() | {"start": started},
         ranks=ranks,
         stop_after=stop_after,
     )

@@ -29,6 +29,7 @@ from sglang_dflash.train.schedule import BySteps, ByTime, Decay, Schedule
 Report = dict[str, float | list[float]]
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+GROWING = ("steps", "minutes")  # settings that a resumed run may raise; the learning rate then follows the new length
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,14 @@ def _difference(name: str, was: Any, now: Any) -> str:
     return f"{name} {was}, now {now}"
 
 
+def grown(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `GROWING` that are larger now. Runs of several cycles may not grow."""
+    if wanted.get("more_cycles"):
+        return {}
+    known = [name for name in GROWING if found.get(name) is not None and wanted.get(name) is not None]
+    return {name: wanted[name] for name in known if wanted[name] > found[name]}
+
+
 @dataclass
 class Run:
     """State of a run between two steps; `step` is the number of the next step, from 0."""
@@ -112,6 +121,8 @@ class Run:
     def load(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Restore the state from `path`, if the file exists.
 
+        The length of the run (`GROWING`) may be larger than in the file.
+
         Raises:
             ValueError: a run with other facts wrote the file.
         """
@@ -119,7 +130,7 @@ class Run:
             return
         device = next(self.module.parameters()).device
         state = torch.load(path, map_location=device, weights_only=True)
-        if other := differing(state["facts"], facts):
+        if other := differing(state["facts"] | grown(state["facts"], facts), facts):
             raise ValueError(
                 f"{path} was written by another run ({other}); repeat its options to resume, or write to another "
                 "folder (`train draft` can start there from this draft, with --start-from)"
@@ -210,6 +221,8 @@ def train(
 
     console = Console(highlight=False, quiet=not ranks.is_first)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    if run.step:
+        console.print(resumption(name, schedule.place(run.step, run.seconds), is_over=is_over()))
     module.train()
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         bar = progress.add_task(name, total=schedule.total)
@@ -231,6 +244,10 @@ def train(
                 run.save(checkpoint, facts)
                 watch.saved()
     module.eval()
+
+
+def resumption(name: str, place: str, *, is_over: bool) -> str:
+    return f"{name} ended at {place}; a longer run continues it" if is_over else f"{name} resumes from {place}"
 
 
 def take_step(

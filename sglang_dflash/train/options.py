@@ -95,7 +95,7 @@ def _add_course(add: Add) -> None:
         help="initial weights: target (its last layers), random, or the folder of a draft to train further, "
         "with as many layers or fewer",
     )
-    add("--steps", type=count, help=f"training steps (default: {STEPS:,})")
+    add("--steps", type=count, help=f"training steps; a resumed run may raise them (default: {STEPS:,})")
     minutes = "time limit instead of --steps, evaluations included; such a run cannot be repeated bit by bit"
     add("--minutes", type=positive, help=minutes)
     add("--learning-rate", type=positive, default=6e-4, help="highest learning rate, after the warm-up")
@@ -127,6 +127,8 @@ def _add_watch(add: Add) -> None:
     add("--save-every", type=count, default=200, help="steps between checkpoints; each also saves the draft")
     add("--save-seconds", type=positive, help="a checkpoint is also due this long after the last one")
     add("--report-every", type=count, default=100, help="steps between evaluations")
+    drawn = "picture of loss and acceptance, drawn anew with each checkpoint; .png, .svg or .pdf (needs matplotlib)"
+    add("--plot", type=Path, metavar="FILE", help=drawn)
     add("--eval-prompts", type=count_or_zero, default=8, help="held-out prompts to answer in an evaluation; 0: none")
     add("--eval-tokens", type=count, default=64, help="largest number of tokens in each of these answers")
 

@@ -11,13 +11,15 @@ from typing import TypeVar
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from sglang_dflash import plot
 from sglang_dflash.pairs.smollm2.processor import fastest_dtype
 from sglang_dflash.pairs.tiny import corpus
+from sglang_dflash.plot import Curve, Panel
 from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.from_model import ModelSource
-from sglang_dflash.train.loop import TrainRecipe
+from sglang_dflash.train.loop import LOG, TrainRecipe
 from sglang_dflash.train.options import DOMINO, DTYPES, STEPS, option
 from sglang_dflash.train.ranks import joined
 from sglang_dflash.train.sizes import Rollout, Second
@@ -39,6 +41,8 @@ TORCH_DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float32), strict=True))
 
 def run_draft(args: argparse.Namespace) -> None:
     recipe = recipe_of(args)
+    if args.plot:
+        plot.require(args.plot)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     mask_token_id = tokenizer.mask_token_id if args.mask_token_id is None else args.mask_token_id
     if mask_token_id is None:
@@ -80,10 +84,32 @@ def run_draft(args: argparse.Namespace) -> None:
             settings=Settings(args.anchors, args.gamma, args.seed, args.start, args.eval_tokens),
             dtype=dtype,
             read=cache.read if cache else None,
+            saved=lambda: plot_log(args),
             ranks=ranks,
         )
         if ranks.is_first:
+            plot_log(args)  # a run that had ended saves nothing
             print(f"saved {args.out}")
+
+
+def plot_log(args: argparse.Namespace) -> None:
+    """Draw the log of a run into the file of `--plot`, if given: losses, acceptance length, and acceptance by slot."""
+    reports = [json.loads(line) for line in (args.out / LOG).read_text().splitlines()]
+    if not (args.plot and reports):
+        return
+
+    def curves(*names: str) -> dict[str, Curve]:
+        points = {name: [(one["step"], one[name]) for one in reports if name in one] for name in names}
+        return {name: Curve(*zip(*found, strict=True)) for name, found in points.items() if found}
+
+    at_slot = {f"step {one['step']}": one["accepted_at_slot"] for one in reports[-1:] if "accepted_at_slot" in one}
+    by_slot = {name: Curve(range(1, len(shares) + 1), shares) for name, shares in at_slot.items()}
+    panels = [
+        Panel("Loss", "step", "loss", curves("loss", "held_out_loss")),
+        Panel("Acceptance length, held-out prompts", "step", "tokens per step", curves("tokens_per_step")),
+        Panel("Acceptance by slot, held-out prompts", "slot", "share of steps", by_slot),
+    ]
+    plot.draw([[panel for panel in panels if panel.curves]], args.plot, f"{args.out.name}, a draft for {args.target}")
 
 
 def data_of(args: argparse.Namespace, batches: Batches) -> Data:

@@ -23,6 +23,9 @@ class Schedule(Protocol):
     def rate(self, step: int, seconds: float) -> float:
         """Return the learning rate of this step."""
 
+    def place(self, step: int, seconds: float) -> str:
+        """Return the progress before this step, for a user."""
+
 
 @dataclass(frozen=True)
 class Decay:
@@ -65,6 +68,9 @@ class BySteps:
             first += n_steps
         raise ValueError(f"the recipe has {first} steps, counted from 0; there is no step {step}")
 
+    def place(self, step: int, seconds: float) -> str:
+        return f"step {step:,} of {self.total:,}"
+
 
 @dataclass(frozen=True)
 class ByTime:
@@ -86,3 +92,6 @@ class ByTime:
 
     def rate(self, step: int, seconds: float) -> float:
         return self.decay.rate(self.peak, step, seconds / self.total)
+
+    def place(self, step: int, seconds: float) -> str:
+        return f"step {step:,}, after {seconds:,.0f} of {self.total:,.0f} s"

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from sglang_dflash import plot
 from sglang_dflash.pairs.servers.arms import OFF, OURS
 from sglang_dflash.pairs.servers.document import require_folder, write
 from sglang_dflash.pairs.servers.errors import ServerError
@@ -25,7 +26,7 @@ from sglang_dflash.tools.bench.compare import GateError
 from sglang_dflash.tools.bench.engine import Engine, Prompt, Sampling
 from sglang_dflash.tools.bench.options import TRANSFORMERS, parse
 from sglang_dflash.tools.bench.prompts import Task, complete, is_complete
-from sglang_dflash.tools.bench.report import markdown, report, table, warnings
+from sglang_dflash.tools.bench.report import markdown, panels, report, table, title_of, warnings
 from sglang_dflash.tools.bench.rows import Row
 from sglang_dflash.tools.bench.schedule import Bench, Schedule, Turn
 from sglang_dflash.tools.bench.served import ServedEngine, kept_in_memory
@@ -179,6 +180,8 @@ def run(arguments: Sequence[str]) -> None:
     print(markdown(list(measured.arms), measured.lines))
     for line in warnings(measured):
         console.print(line, style="bold yellow", markup=False)
+    if options.plot:
+        plot.draw(panels(measured), options.plot, title_of(measured))
     print(write(measured.document(), with_suffix(options.output, ".json")))
 
 

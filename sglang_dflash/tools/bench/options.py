@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_dflash import plot
 from sglang_dflash.cli import Add, Parser, RawHelp, count, positive, positive_or_zero
 from sglang_dflash.pairs.servers import arms
 from sglang_dflash.pairs.servers.ports import port_number
@@ -233,6 +234,8 @@ def _add_how(add: Add) -> None:
         default=0.0,
         help="accept a difference if both tokens are within G nats of the likeliest token; 0: accept none",
     )
+    drawn = "picture of tokens per second and acceptance by slot; .png, .svg or .pdf (needs matplotlib)"
+    add("--plot", type=Path, metavar="FILE", help=drawn)
     add("--port", type=port_number, metavar="N", default=31000, help="first port to try")
     add(
         "--output",
@@ -277,6 +280,8 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.tie_gap and not options.require_equal:
         raise ValueError("--tie-gap needs --require-equal; add it, or drop --tie-gap")
+    if options.plot:
+        plot.require(options.plot)
     counts = [n for several in options.concurrency or () for n in several]
     options.concurrency = list(dict.fromkeys(counts)) or ([1] if in_torch else list(CONCURRENCY))
     if in_torch and options.concurrency != [1]:

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 from rich import box
@@ -20,6 +20,7 @@ from rich.table import Table
 from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.pairs.servers.arms import OURS, STOCK
 from sglang_dflash.pairs.servers.document import head, inherited, portable
+from sglang_dflash.plot import Curve, Panel
 from sglang_dflash.tools.bench.measure import Spread
 from sglang_dflash.tools.bench.rows import Line, Row, means, summarise
 from sglang_dflash.tools.bench.schedule import Bench
@@ -151,19 +152,23 @@ def noise(rows: Sequence[Row], cores: int) -> Iterator[str]:
         )
 
 
+def title_of(report: BenchReport) -> str:
+    """Return the machine, SGLang's version and the commit, as a title."""
+    about, where = report.about, report.about["machine"]
+    device = " + ".join(where["gpus"]) or where["cpu"]
+    return f"{device}, {where['cores']} cores, SGLang {about['versions']['sglang']}, commit {about['commit']}"
+
+
 def table(report: BenchReport) -> Table:
     """Return the summary for a terminal; the last lines of a task are its means over concurrencies."""
     about, lines = report.about, report.lines
-    where = about["machine"]
     caption = (
         f"up to {about['max_new_tokens']} new tokens, temperature {about['temperature']:g}, thinking "
         f"{'on' if about['thinking'] else 'off'}; median (min–max) of {about['repeats']} interleaved repeats"
         + (f" of {about['steady_s']:g} s at steady load" if about.get("steady_s") else "")
         + ("; answers equal in all arms, except near ties" if about["gate"] else "")
     )
-    device = " + ".join(where["gpus"]) or where["cpu"]
-    title = f"{device}, {where['cores']} cores, SGLang {about['versions']['sglang']}, commit {about['commit']}"
-    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption)
+    table = Table(box=box.SIMPLE_HEAD, title=title_of(report), caption=caption)
     over = [arm for arm in report.arms if any(arm in line.over for line in lines)]
     with_equal = lines[0].n_equal is not None
     with_widths = any(line.steps_by_width for line in lines)
@@ -186,6 +191,29 @@ def table(report: BenchReport) -> Table:
                 *([", ".join(widths)] if with_widths else []),
             )
     return table
+
+
+def panels(report: BenchReport) -> list[list[Panel]]:
+    """Return a row per task: tokens per second by concurrency, and acceptance by slot if an arm counts it."""
+    found = []
+    for task in dict.fromkeys(line.task for line in report.lines):
+        by_arm = {arm: [line for line in report.lines if (line.task, line.arm) == (task, arm)] for arm in report.arms}
+        speeds = {
+            arm: Curve([int(line.concurrency) for line in lines], [line.tokens_per_s.median for line in lines])
+            for arm, lines in by_arm.items()
+        }
+        row = [Panel(task, "requests in flight", "tokens per second, median", speeds, doubling=True)]
+        shares = {
+            arm: [
+                statistics.mean(at) for at in zip_longest(*(line.acceptance_by_position for line in lines), fillvalue=0)
+            ]
+            for arm, lines in by_arm.items()
+        }
+        by_slot = {arm: Curve(range(1, len(values) + 1), values) for arm, values in shares.items() if values}
+        if by_slot:
+            row.append(Panel(task, "slot", "share of steps that accept it, mean over concurrencies", by_slot))
+        found.append(row)
+    return found
 
 
 def _pair(ms: Mapping[str, float | None], n_digits: int) -> str:

@@ -111,6 +111,24 @@ def test_reported_numbers(target, data, tmp_path, capsys):
     assert json.loads((tmp_path / "without" / LOG).read_text()).keys() == always, "no acceptance is claimed"
 
 
+def test_a_plot_of_loss_and_acceptance(target, data, tmp_path, monkeypatch):
+    """It is drawn with every checkpoint, and for a run that has ended."""
+    drawn = []
+    monkeypatch.setattr("sglang_dflash.plot.draw", lambda rows, path, title: drawn.append(rows))
+    more = ["--plot", str(tmp_path / "run.png"), "--report-every", "2", "--save-every", "2"]
+    assert main(command(target, data, tmp_path / "draft", *more)) == 0
+    ((loss, length, by_slot),) = drawn[-1]
+    assert {name: list(curve.x) for name, curve in loss.curves.items()} == {"loss": [2, 4], "held_out_loss": [2, 4]}
+    assert list(length.curves["tokens_per_step"].x) == [2, 4]
+    assert list(by_slot.curves["step 4"].x) == [1, 2, 3]
+    assert [list(rows[0][0].curves["loss"].x) for rows in drawn] == [[2], [2, 4], [2, 4]]
+    drawn.clear()
+    assert main(command(target, data, tmp_path / "draft", *more)) == 0
+    assert len(drawn) == 1
+    assert main(command(target, data, tmp_path / "without", *more, "--eval-prompts", "0")) == 0
+    assert [panel.title for panel in drawn[-1][0]] == ["Loss"]
+
+
 def test_acceptance_needs_no_undoing_of_tokens(target, data, tmp_path, monkeypatch):
     """A target that cannot take back rejected drafts can have a draft too."""
     monkeypatch.setattr("sglang_dflash.reference.torch.target.DynamicLayer", type("OtherLayer", (), {}))
@@ -146,7 +164,8 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
             "--device cuda: torch finds no GPU; drop --device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
-        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--data", "nowhere.txt"], "nowhere.txt is no file; correct the path"),
+        (["--plot", "run.gif"], "--plot run.gif has no suffix of a picture; end it with one of .png, .svg, .pdf"),
         (["--minutes", "2"], "--steps 4 and --minutes 2 both end the training; drop one of them"),
         (["--device", "gpu"], "--device gpu is no device of torch; give cpu, cuda or cuda:N"),
         (["--selector-rank", "8"], "--selector-rank has an effect only with --dflash2; add --dflash2, or drop it"),

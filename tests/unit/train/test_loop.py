@@ -68,8 +68,35 @@ def test_a_finished_run_is_not_trained_again_and_leaves_no_partial_file(tmp_path
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     run(tmp_path / "run", facts={"text": "a"})
-    with pytest.raises(ValueError, match=r"written by another run \(steps 6, now 7; text a, now b\); repeat its"):
-        run(tmp_path / "run", replace(RECIPE, steps=7), facts={"text": "b"})
+    with pytest.raises(ValueError, match=r"written by another run \(steps 6, now 5; text a, now b\); repeat its"):
+        run(tmp_path / "run", replace(RECIPE, steps=5), facts={"text": "b"})
+
+
+def test_a_run_may_grow(tmp_path, capsys):
+    """A longer run goes on from the last step of the shorter one, at the learning rates of its own length."""
+    run(tmp_path / "run")
+    longer = replace(RECIPE, steps=9)
+    run(tmp_path / "run", longer)
+    assert "toy resumes from step 6 of 9" in capsys.readouterr().out
+    assert torch.load(tmp_path / "run" / CHECKPOINT, weights_only=True)["step"] == 9
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / LOG).read_text().splitlines()] == [3, 6, 9]
+    run(tmp_path / "run", longer)
+    assert "toy ended at step 9 of 9; a longer run continues it" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"another run \(steps 9, now 6\)"):
+        run(tmp_path / "run")
+
+
+def test_a_run_of_several_cycles_may_not_grow(tmp_path):
+    """The steps of its first cycle decide where the others begin."""
+    cycles = replace(RECIPE, more_cycles=((2, 0.1),))
+    run(tmp_path / "run", cycles)
+    with pytest.raises(ValueError, match=r"another run \(steps 6, now 7\)"):
+        run(tmp_path / "run", replace(cycles, steps=7))
+
+
+def test_a_new_run_says_nothing_of_resuming(tmp_path, capsys):
+    run(tmp_path / "run")
+    assert "resumes" not in capsys.readouterr().out
 
 
 def test_save_and_report_intervals_may_change(tmp_path):
@@ -166,6 +193,14 @@ def test_a_resumed_run_has_used_its_time(tmp_path, stop_after):
     cut = run_by_time(tmp_path / "cut", ticks)
     assert (cut["step"], cut["seconds"]) == (whole["step"], whole["seconds"])
     torch.testing.assert_close(cut["module"], whole["module"], rtol=0, atol=0)
+
+
+def test_a_time_limit_may_grow(tmp_path, capsys):
+    ticks = Ticks()
+    run_by_time(tmp_path, ticks)
+    state = run_by_time(tmp_path, ticks, replace(BY_TIME, minutes=2.0))
+    assert "toy resumes from step 10, after 71 of 120 s" in capsys.readouterr().out
+    assert state["seconds"] >= 120
 
 
 def test_the_rate_follows_the_time_and_the_warm_up_the_steps():

@@ -14,11 +14,12 @@ import pytest
 from sglang_dflash.pairs.servers.document import portable
 from sglang_dflash.pairs.servers.errors import ServerError
 from sglang_dflash.pairs.tiny import pairs as tiny
+from sglang_dflash.plot import Panel
 from sglang_dflash.tools.bench import measure
 from sglang_dflash.tools.bench.client import steps_of
 from sglang_dflash.tools.bench.compare import Difference, differences, lead
 from sglang_dflash.tools.bench.measure import Completion, Measurement, Spread, Steps, percentile, slices, timed
-from sglang_dflash.tools.bench.report import BenchReport, few_steps, markdown, noise, table
+from sglang_dflash.tools.bench.report import BenchReport, few_steps, markdown, noise, panels, table
 from sglang_dflash.tools.bench.rows import Line, Row, means, row, summarise
 
 
@@ -293,6 +294,22 @@ def test_the_summary_compares_arms_per_concurrency():
     assert off.over == {}
     assert set(stock.over) == {"off"}
     assert off.ttft_ms["p50"] == 10
+
+
+def test_a_plot_has_speed_by_concurrency_and_acceptance_by_slot():
+    def drawn(lines: list[Line]) -> list[list[Panel]]:
+        return panels(BenchReport({}, {arm: {} for arm in ARMS}, [], lines, [], []))
+
+    lines = summarise(measured(), ARMS, ["off"])
+    assert [[panel.y_label for panel in row] for row in drawn(lines)] == [["tokens per second, median"]]
+    counted = [
+        replace(line, acceptance_by_position=[1 / int(line.concurrency), 0.1]) for line in lines if line.arm != "off"
+    ]
+    ((speed, accepted),) = drawn([*lines[::3], *counted])
+    assert (speed.title, list(speed.curves)) == ("t", ARMS)
+    assert speed.curves["ours"] == ([1, 8], [330, 2640])
+    assert list(accepted.curves) == ["stock", "ours"]
+    assert accepted.curves["ours"] == (range(1, 3), [(1 + 1 / 8) / 2, 0.1])
 
 
 def test_json_lines_name_their_speedups():

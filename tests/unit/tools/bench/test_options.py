@@ -47,6 +47,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ((*URL, "--", "--tp", "2"), "-- --tp ...: --base-url takes no server flags; drop them, or use --serve"),
         ((*URL, "--temperature", "-1"), "--temperature: '-1' is not a number of 0 or more"),
         ((*URL, "--concurrency", "1,0"), "'0' is not a whole number above 0"),
+        ((*URL, "--plot", "a.gif"), "--plot a.gif has no suffix of a picture; end it with one of .png, .svg, .pdf"),
         ((*URL, "--port", "70000"), "--port: '70000' is no port; give a number from 1 to 65535"),
         ((*URL, "--dataset", "gsm9k"), "invalid choice: 'gsm9k'"),
         ((*URL, "--data", "/nowhere.jsonl"), "--data /nowhere.jsonl is no file"),

@@ -100,9 +100,12 @@ def test_the_published_guides_command_line_works(fake, bench, monkeypatch):
     assert "| GSM8K | 1 |" in ran.out
 
 
-def test_servers_are_compared_with_the_first(fake, bench):
+def test_servers_are_compared_with_the_first(fake, bench, tmp_path):
     same, other = fake("--announce"), fake("--offset", "1")
-    ran = bench("--base-url", f"off={fake()}", f"same={same}/v1", f"other={other}", *SMALL)
+    picture = tmp_path / "bench.svg"
+    urls = (f"off={fake()}", f"same={same}/v1", f"other={other}")
+    ran = bench("--base-url", *urls, *SMALL, "--plot", str(picture))
+    assert picture.read_text().count("<!-- same -->") == 2, "one curve of speed, one of acceptance"
     document = ran.document
     assert list(document["arms"]) == ["off", "same", "other"]
     for concurrency in (1, 2):
