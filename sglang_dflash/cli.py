@@ -40,6 +40,14 @@ def positive(text: str) -> float:
     return number
 
 
+def gib(text: str) -> float:
+    """Parse an option's value, a number of GiB above 0, or raise ArgumentTypeError.
+
+    A card of "80GB" has 80 GiB, less what its driver keeps, so all units have the same meaning here.
+    """
+    return positive(re.sub(r"\s*(g|gb|gib)$", "", text, flags=re.IGNORECASE))
+
+
 def positive_or_zero(text: str) -> float:
     """Parse an option's value, a finite number of at least 0, or raise ArgumentTypeError."""
     if not 0 <= (number := _number(text)) < math.inf:
@@ -82,20 +90,24 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} cannot be read; change its permissions") from None
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
     """Return `; did you mean NAME?` with the known name most like `word`; "" if no name is similar.
 
-    Case and leading dashes are ignored, so that short flags are not similar only by their dashes.
+    Case, leading dashes and `prefix` are ignored, so that names are not similar only by these.
     """
-    bare = {name.lower().lstrip("-"): name for name in known}
-    found = get_close_matches(word.lower().lstrip("-"), bare, n=1, cutoff=cutoff)
-    return f"; did you mean {bare[found[0]]}?" if found else ""
+
+    def bare(name: str) -> str:
+        return name.removeprefix(prefix).lower().lstrip("-")
+
+    names = {bare(name): name for name in known}
+    found = get_close_matches(bare(word), names, n=1, cutoff=cutoff)
+    return f"; did you mean {names[found[0]]}?" if found else ""
 
 
-def nearest_or_all(word: str, known: Iterable[str]) -> str:
+def nearest_or_all(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return the result of `nearest`; if no name is similar, return `; use one of NAME, ...` with all names."""
     names = list(known)
-    return nearest(word, names) or f"; use one of {', '.join(names)}"
+    return nearest(word, names, prefix=prefix) or f"; use one of {', '.join(names)}"
 
 
 class Help(ArgumentDefaultsHelpFormatter):

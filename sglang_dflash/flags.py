@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_dflash.cli import nearest
+
 PREFIX = "SGLANG_DFLASH_"
 
 # Variables of SGLang 0.5.23 with this prefix, read only by its built-in worker.
@@ -328,8 +330,9 @@ def _refuse_unknown(environ: Mapping[str, str], worker: Worker) -> None:
         if not name.startswith(PREFIX) or name in ours:
             continue
         if name not in STOCK_ONLY:
-            known = ", ".join(sorted(known for known in ours if known.startswith(PREFIX)))
-            raise ValueError(f"{name} is not a variable of sglang-dflash; use one of {known}, or unset it")
+            known = sorted(known for known in ours if known.startswith(PREFIX))
+            cure = nearest(name, known, prefix=PREFIX) or f"; use one of {', '.join(known)}, or unset it"
+            raise ValueError(f"{name} is not a variable of sglang-dflash{cure}")
         if worker is not Worker.STOCK:
             raise ValueError(
                 f"{name} affects only SGLang's built-in worker; unset it or set SGLANG_DFLASH_WORKER=stock"

@@ -88,9 +88,19 @@ def test_a_directory_keeps_its_capitals() -> None:
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"SGLANG_DFLASH_WROKER is not a variable of sglang-dflash; use one of .* or unset it"
+        ValueError, match=r"SGLANG_DFLASH_FOO is not a variable of sglang-dflash; use one of .* or unset it"
     ):
-        flags.read({"SGLANG_DFLASH_WROKER": "stock", "PATH": "/bin"})
+        flags.read({"SGLANG_DFLASH_FOO": "stock", "PATH": "/bin"})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("WROKER", "WORKER"), ("WIDTH", "WIDTHS"), ("TRACE", "WIDTH_TRACE"), ("GDNSTATE", "GDN_STATE")],
+)
+def test_a_misspelt_name_gets_the_nearest_one(written: str, meant: str) -> None:
+    error = f"^SGLANG_DFLASH_{written} is not a variable of sglang-dflash; did you mean SGLANG_DFLASH_{meant}\\?$"
+    with pytest.raises(ValueError, match=error):
+        flags.read({f"SGLANG_DFLASH_{written}": "1"})
 
 
 def test_flags_of_the_stock_worker_are_refused_with_the_plugin() -> None:

@@ -232,7 +232,10 @@ def without(name: str, draft: Path) -> Path:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda draft: draft / "no-such-folder", "is no directory and cannot be fetched"),
+        (
+            lambda draft: draft / "no-such-folder",
+            "no-such-folder is no directory; give a directory, or the id of a repository such as",
+        ),
         (partial(without, "config.json"), "has no config.json; give a DFlash draft's directory"),
         (partial(without, "model.safetensors"), "has a config.json and no *.safetensors; fetch the draft's weights"),
     ],

@@ -24,6 +24,8 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
+from sglang_dflash.cli import nearest
+
 Value = TypeVar("Value")
 # Errors of `hf_hub_download`, if a file is neither in the cache nor on the hub, or the hub cannot be reached.
 NOT_FETCHED = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, TransportError)
@@ -55,6 +57,19 @@ def read_config(path: str, revision: str | None) -> dict[str, Any]:
     """
     file = _local_config(Path(path)) if Path(path).exists() else _hub_config(path, revision)
     return read_object(file, "fetch the draft again")
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether the hub can have a repository of this name, such as `org/model`. Other names are paths."""
+    return name.count("/") <= 1 and not name.startswith(("/", ".", "~"))
+
+
+def no_directory(path: str) -> str:
+    """Return the end of an error for a path without a directory: the most similar directory beside it, or a cure."""
+    parent = Path(path).expanduser().parent
+    beside = [str(one) for one in parent.iterdir() if one.is_dir()] if parent.is_dir() else []
+    cure = "; give a directory, or the id of a repository such as z-lab/Qwen3-8B-DFlash-b16"
+    return f"{path} is no directory{nearest(path, beside, prefix=f'{parent}/') or cure}"
 
 
 def extra_file(path: str, name: str, revision: str | None) -> Path | None:
@@ -143,7 +158,7 @@ def own_names(files: Iterable[tuple[str, Mapping[str, Value]]]) -> dict[str, Val
     return own
 
 
-def local_folder(source: str | Path) -> Path:
+def local_folder(source: str | Path, revision: str | None = None) -> Path:
     """Return `source` if it is a folder, else the folder of the repository `source`, after downloading its files.
 
     Raises:
@@ -151,10 +166,10 @@ def local_folder(source: str | Path) -> Path:
     """
     folder = Path(source)
     if not folder.is_dir():
-        if folder.is_absolute() or str(source).count("/") != 1:
-            raise FileNotFoundError(f"there is no folder {source}; give a checkpoint's folder or its name on the hub")
+        if not is_hub_name(str(source)) or "/" not in str(source):
+            raise FileNotFoundError(no_directory(str(source)))
         wanted = ["config.json", "*.safetensors", MASK_EMBEDDING, MODELOPT_CONFIG]
-        folder = Path(snapshot_download(str(source), allow_patterns=wanted))
+        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=wanted))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a DFlash checkpoint")
     return folder
@@ -218,6 +233,8 @@ def _local_headers(folder: Path) -> Iterator[tuple[str, dict[str, Stored]]]:
 
 
 def _hub_config(repository: str, revision: str | None) -> Path:
+    if not is_hub_name(repository):
+        raise ValueError(f"--speculative-draft-model-path {no_directory(repository)}")
     try:
         return Path(hf_hub_download(repository, "config.json", revision=revision))
     except RevisionNotFoundError:

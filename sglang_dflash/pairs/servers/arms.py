@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import hf_hub_download
 
-from sglang_dflash.engine.draft.files import NOT_FETCHED, read_object
+from sglang_dflash.engine.draft.files import NOT_FETCHED, is_hub_name, no_directory, read_object
 from sglang_dflash.flags import Worker
 from sglang_dflash.pairs.servers.document import portable
 from sglang_dflash.pairs.servers.errors import ServerError
@@ -160,6 +160,8 @@ def mtp_layers(model: str) -> int:
         ValueError: the model's config.json is not available, or contains no JSON object.
     """
     file = Path(model) / "config.json"
+    if not (Path(model).exists() or is_hub_name(model)):
+        raise ValueError(f"--model-path {no_directory(model)}")
     try:
         file = file if Path(model).exists() else Path(hf_hub_download(model, "config.json"))
     except NOT_FETCHED as error:

@@ -48,7 +48,12 @@ class DraftModel(Draft):
 
     @classmethod
     def from_pretrained(
-        cls, source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+        cls,
+        source: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
     ) -> Self:
         """Load a DFlash checkpoint from a folder or the Hugging Face hub, without executing its code.
 
@@ -56,12 +61,13 @@ class DraftModel(Draft):
 
         Args:
             dtype: dtype of the parameters; None: the checkpoint's.
+            revision: revision of a repository; None: its main branch.
 
         Raises:
             ValueError: config or tensors are not a DFlash draft's.
             OSError: there is no such folder or repository, or the repository cannot be fetched.
         """
-        folder = files.local_folder(source)
+        folder = files.local_folder(source, revision)
         stored = checkpoint.read(str(folder))
         unpack = partial(unpacked, packing=stored.packing, dtype=dtype or vars(torch)[stored.dtype])
         converted = replace(stored, use_gemma_norm=False, rope_is_neox_style=True, attention_value_scale=1.0)

@@ -10,7 +10,7 @@ from argparse import SUPPRESS
 from typing import Any, NoReturn
 
 from sglang_dflash import flags
-from sglang_dflash.cli import Add, Parser, count, nearest, positive
+from sglang_dflash.cli import Add, Parser, count, gib, nearest, positive
 from sglang_dflash.tools.capacity import geometry
 from sglang_dflash.tools.capacity import known_models as models
 from sglang_dflash.tools.capacity.division import MAMBA_RATIO, MAX_REQUESTS, RadixStates
@@ -154,7 +154,7 @@ def _add_pair(add: Add) -> None:
 
 
 def _add_memory(add: Add) -> None:
-    add("--gpu-memory", type=positive, required=True, metavar="GIB", help="memory of a card, as its driver reports it")
+    add("--gpu-memory", type=gib, required=True, metavar="GIB", help="memory of a card, as its driver reports it")
     add("--context", type=count, default=CONTEXT, metavar="N", help="tokens of a request, prompt and answer together")
     add(
         "--block",

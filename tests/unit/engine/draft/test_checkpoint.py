@@ -342,6 +342,25 @@ def test_broken_draft_folders_are_refused(folder):
     refused(folder, r"has no config\.json")
 
 
-@pytest.mark.parametrize("path", ["/no/such/draft", "no-such-owner/no such draft"])
-def test_a_missing_draft_is_refused(path):
-    refused(Path(path), f"{path} is no directory and cannot be fetched .* give a directory")
+def test_a_missing_draft_is_refused():
+    refused(Path("no-such-owner/no such draft"), "no such draft is no directory and cannot be fetched .* give a direct")
+
+
+@pytest.mark.parametrize(
+    ("path", "cure"),
+    [
+        ("{}/drafft", r"; did you mean {}/draft\?"),
+        ("{}/target", r"; give a directory, or the id of a repository such as z-lab/Qwen3-8B-DFlash-b16"),
+        ("/no/such/draft", "; give a directory, or the id"),
+        ("./draft", "; give a directory, or the id"),
+        ("a/b/c", "; give a directory, or the id"),
+    ],
+)
+def test_a_path_is_not_taken_for_a_name_on_the_hub(path, cure, tmp_path):
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft.txt").touch()
+    path = path.format(tmp_path)
+    with pytest.raises(
+        ValueError, match=f"--speculative-draft-model-path {path} is no directory{cure.format(tmp_path)}"
+    ):
+        files.read_config(path, None)

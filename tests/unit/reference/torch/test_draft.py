@@ -235,7 +235,7 @@ def test_prefixed_tensor_names_are_read(tmp_path):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with pytest.raises(FileNotFoundError, match="is no directory"):
         DraftModel.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         DraftModel.from_pretrained(tmp_path)

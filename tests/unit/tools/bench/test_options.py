@@ -54,7 +54,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--serve",), "the flags after -- have no --model-path; add it"),
         (("--serve", "--dataset", "gsm8k"), "the flags after -- have no --model-path; add it"),
         (("--serve", "--", "--model-path", "x"), "have no --speculative-algorithm DFLASH"),
-        (("--serve", "--", "--model-path", "/nowhere/x", *DFLASH), "/nowhere/x is no directory and cannot be fetched"),
+        (("--serve", "--", "--model-path", "/nowhere/x", *DFLASH), "/nowhere/x is no directory; give a directory, or"),
         (("--serve", "--backend", "vllm", "--", *DFLASH), "--serve starts SGLang, not vllm"),
         (("--serve", "--model", "x", "--", *DFLASH), "--serve takes no --model; drop it, and write --model-path"),
         ((*URL, "--arms", "off"), "drop --arms, or use --serve instead of --base-url"),

@@ -221,6 +221,12 @@ def test_unknown_models_are_refused(name, message):
 ASKED = ["--model", "Qwen3.5-27B", "--gpu-memory", "140.4"]
 
 
+@pytest.mark.parametrize("text", ["140.4", "140.4GB", "140.4gib", "140.4 G"])
+def test_memory_may_have_a_unit(text: str) -> None:
+    options = capacity_report.arguments().parse_args(["--model", "Qwen3.5-27B", "--gpu-memory", text])
+    assert options.gpu_memory == 140.4
+
+
 def test_the_report_as_text(capsys):
     assert capacity_report.main(ASKED) == 0
     out = " ".join(capsys.readouterr().out.split())

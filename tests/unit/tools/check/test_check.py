@@ -207,6 +207,7 @@ class Child(NamedTuple):
 
 FLAGS = ["--model-path", "here", "--speculative-algorithm", "DFLASH"]
 ANSWERED = Child(0, f"SGLang says hello\n{json.dumps([vars(Finding('plugin', True, 'ours'))])}\n", "a warning\n")
+LAUNCHED = Child(0, json.dumps([vars(Finding("launch", True, "block 8"))]), "")
 ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: --speculativ\n")
 
 
@@ -241,6 +242,17 @@ def test_the_report_omits_sglangs_output(child, argv, code, last, monkeypatch, c
     assert json.loads(line)["ok"] is (code == 0)
 
 
+def test_a_pairing_that_was_not_tested_is_named(monkeypatch, capsys):
+    """A draft of the same sizes, trained for another target, passes all other checks."""
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: LAUNCHED)
+    assert main(FLAGS) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("note  pairing        not tested: whether this draft belongs to this target; --draft-steps")
+    monkeypatch.setattr("sglang_dflash.tools.check.__main__.draft_steps", lambda *_: [Finding("draft steps", True, "")])
+    assert main([*FLAGS, "--draft-steps", "20"]) == 0
+    assert "note" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -257,7 +269,8 @@ def test_the_report_omits_sglangs_output(child, argv, code, last, monkeypatch, c
         (["http://127.0.0.1:30000"], "did you mean --server http://127.0.0.1:30000?"),
         (["--model", "x", "--gpu-memry=80"], "there is no option --gpu-memry; did you mean --gpu-memory?"),
         (["--drafts-steps", "20", "--model", "x"], "did you mean --draft-steps?"),
-        (["--draft-steps", "20", "--model-path", "x", "--revision", "v2"], "--draft-steps does not read --revision;"),
+        (["--draft-steps", "20", "--config=a.yaml"], "--draft-steps does not read --config; give the paths of both mo"),
+        (["--model-path", "x", "--data", "a.jsonl"], "--data has an effect only with --draft-steps; add --draft-steps"),
         (["--draft-steps", "20", "--model", "x", "--gpu-memory", "80"], "--draft-steps does not go with --gpu-memory"),
         (["Qwen/X", "--speculative-algorithm", "DFLASH"], "did you mean --model-path Qwen/X?"),
     ],
@@ -318,7 +331,7 @@ def test_the_whole_report_as_a_command(pair):
     command = [sys.executable, "-m", "sglang_dflash.tools.check", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["ok"] * 7
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["ok"] * 7 + ["note"]
 
 
 def source(profile: Path) -> dict[str, str]:
