@@ -131,11 +131,13 @@ def prepare_tokenizer(result: None, server_args: Any) -> None:
     creates a tokenizer.
 
     Raises:
-        NotSupported: see `loading.require_same_flags` and `loading.refuse_ray`.
+        NotSupported: see `require_same_flags`, `refuse_ray` and `require_free_port` of `loading`.
     """
     if asks_for_dflash(server_args):
         loading.require_same_flags()
         loading.refuse_ray()
+        if loading.is_for_http():
+            loading.require_free_port(server_args)
     if flags.current().worker is Worker.STOCK:
         return
     from sglang_dflash.engine.host.admission import hook_tokenizer

@@ -6,12 +6,15 @@ when its utilities are imported. To do so it calls `platforms.cpu.activate`, als
 first step of the resolution.
 
 A process may launch several engines, with changed variables. Each resolution reads the variables again. Schedulers are
-new processes that read them too, so a launch is refused if they would read other values.
+new processes that read them too, so a launch is refused if they would read other values. A launch on a port that is
+taken is refused too.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +26,7 @@ from sglang_dflash.flags import Worker
 
 REHEARSE = "SGLANG_DFLASH_REHEARSE"
 AT_IMPORT = os.environ.get(REHEARSE, "off")  # SGLang imports this module when it chooses the platform of the process
+HTTP_LAUNCH = ("sglang.srt.entrypoints.http_server", "launch_server")
 FIRST = "handle_deprecated_dp_attention"  # the first step of SGLang's resolution
 
 
@@ -54,6 +58,39 @@ def read_flags_again() -> None:
             f"{REHEARSE} was {AT_IMPORT} when SGLang was imported, and is {now} now; set it in a new process, before "
             "the import"
         )
+
+
+def require_free_port(server_args: Any) -> None:
+    """Check before weights load that the HTTP server can listen on its port.
+
+    SGLang itself tries the port only after it has loaded all weights.
+
+    Raises:
+        NotSupported: another process listens on the port.
+    """
+    if server_args.node_rank or server_args.enable_http_worker_reuseport:
+        return  # this process does not listen, or shares the port
+    try:
+        where = socket.getaddrinfo(server_args.host, server_args.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(*where[:3]) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the HTTP server does
+            probe.bind(where[4])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise NotSupported(
+                f"--port {server_args.port} of {server_args.host} is in use by another process; stop it, or give "
+                "another --port"
+            ) from None
+
+
+def is_for_http() -> bool:
+    """Return whether SGLang's HTTP server is being launched, rather than an `Engine`, which listens on no port."""
+    frame = sys._getframe()
+    while caller := frame.f_back:
+        frame = caller
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == HTTP_LAUNCH:
+            return True
+    return False
 
 
 def require_same_flags() -> None:

@@ -14,6 +14,7 @@ from sglang_dflash import flags
 from sglang_dflash.cli import Parser, nearest
 from sglang_dflash.engine.host import contract as host
 from sglang_dflash.engine.host.arguments import asks_for_dflash
+from sglang_dflash.engine.host.loading import require_free_port
 from sglang_dflash.flags import Worker
 from sglang_dflash.tools.check.findings import Check, Finding, find
 
@@ -59,7 +60,8 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
         A line with `DFlashConfig.summary` and the notes, and a text with the whole configuration.
 
     Raises:
-        ValueError: a flag is misspelt, DFLASH is not selected, or see `DFlashConfig.from_server_args`.
+        ValueError: a flag is misspelt, DFLASH is not selected, the port is taken, or see
+            `DFlashConfig.from_server_args`.
         AssertionError: SGLang's own checks reject a flag.
         SystemExit: SGLang's parser rejects the arguments for another reason than an unknown flag.
     """
@@ -79,6 +81,7 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
             f"--speculative-algorithm is {server_args.speculative_algorithm or 'missing'}; set it to DFLASH"
         )
     server_args.check_server_args()
+    require_free_port(server_args)
     if flags.current().worker is Worker.STOCK:
         return "SGLANG_DFLASH_WORKER=stock: not checked, SGLang's built-in worker serves it", ""
     config = DFlashConfig.from_server_args(server_args)

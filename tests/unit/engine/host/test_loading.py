@@ -1,6 +1,8 @@
 """Launches of several engines in one process: variables are read again, or the launch is refused."""
 
+import socket
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,6 +45,41 @@ def test_variables_that_change_after_the_resolution_are_refused(
     with pytest.raises(NotSupported, match="have changed since the arguments were resolved; set them before you build"):
         plugin.prepare_tokenizer(None, DFLASH)
     plugin.prepare_tokenizer(None, SimpleNamespace(speculative_algorithm=None, tokenizer_worker_num=1))
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """Return a port on which a socket listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def on(port: int, host: str = "127.0.0.1", **fields: Any) -> SimpleNamespace:
+    asked = {"node_rank": 0, "enable_http_worker_reuseport": False} | fields
+    return SimpleNamespace(host=host, port=port, **vars(DFLASH), **asked)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_a_taken_port_is_refused(host: str, taken: int) -> None:
+    with pytest.raises(NotSupported, match=f"^--port {taken} of {host} is in use by another process; stop it, or give"):
+        loading.require_free_port(on(taken, host))
+
+
+def test_other_ports_are_left_to_sglang(taken: int) -> None:
+    loading.require_free_port(on(taken, node_rank=1))
+    loading.require_free_port(on(taken, enable_http_worker_reuseport=True))
+    loading.require_free_port(on(taken, "no such host"))
+    loading.require_free_port(on(0))
+
+
+def test_only_the_http_server_needs_its_port(taken: int) -> None:
+    """`sglang.Engine` has a port among its arguments too, and does not listen on it."""
+    plugin.apply_flags(DFLASH, lambda server_args: None)
+    plugin.prepare_tokenizer(None, on(taken))
+    namespace: dict[str, Any] = {"__name__": "sglang.srt.entrypoints.http_server", "check": plugin.prepare_tokenizer}
+    exec("def launch_server(server_args): (lambda: check(None, server_args))()", namespace)
+    with pytest.raises(NotSupported, match="is in use by another process"):
+        namespace["launch_server"](on(taken))
 
 
 def test_another_platform_needs_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from sglang_dflash.tools.check.findings import Finding, installation
 ENV = Path(__file__).parents[4] / "env"
 CPU = (
     "--model-path {target} --device cpu --attention-backend torch_native --speculative-algorithm DFLASH "
-    "--speculative-draft-model-path {draft} --max-total-tokens 1024"
+    "--speculative-draft-model-path {draft} --max-total-tokens 1024 --port 29731"
 )
 
 
@@ -112,6 +113,16 @@ def test_a_bad_launch_is_one_failing_line(launch, pair):
     found = asked(launch, *line.split())
     assert [name for name, finding in found.items() if not finding["ok"]] == ["launch"]
     assert found["launch"]["text"].startswith("block size 64 is not within 2..32")
+
+
+def test_a_taken_port_is_reported(launch, pair):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        found = asked(launch, *CPU.format(target=pair["dense"], draft=pair["draft"]).split(), "--port", port)["launch"]
+    assert (found["ok"], found["text"].split(";")[0]) == (
+        False,
+        f"--port {port} of 127.0.0.1 is in use by another process",
+    )
 
 
 def test_impossible_widths_are_reported(launch, pair):
