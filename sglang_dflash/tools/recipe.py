@@ -77,7 +77,8 @@ def last_of_each(flags: Iterable[Flag]) -> list[Flag]:
 
 RECIPES = read(FILE.read_text())
 GPUS = tuple(tomllib.loads(FILE.read_text())["gpus"])
-H100_GIB = "79.6"  # memory of an H100, as its driver reports it
+GIB = {"h100": "79.6", "h200": "140.4", "b200": "179.0"}  # memory of a card, as its driver reports it
+FRACTION = "--mem-fraction-static"  # model cards set it below SGLang's default
 ALIASES = {"h100": "h200", "b300": "b200"}  # GPUs of one generation share their flags
 
 
@@ -90,30 +91,36 @@ def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
     """Return the command for a shell, with comments above it that give the reasons for its flags."""
     flags = recipe.flags[ALIASES.get(gpu, gpu)]
     comments = [f"{recipe.target} on {gpu.upper()}. {recipe.note}".strip()]
-    if gpu == "h100":
-        comments.append(f"These flags are sized for an H200. {on_h100(recipe, further)}")
+    sized = "These flags are sized for an H200. " if gpu == "h100" else ""
+    comments += [f"{sized}{sentence}" for sentence in [at_once(recipe, gpu, further)] if sentence]
     comments += [f"  {flag.name}: {flag.why}" for flag in flags if flag.why]
     lines = [shlex.join(["python", *SERVER]), *(shlex.join(flag.words) for flag in flags)]
     lines += [shlex.join(further)] if further else []
     return "\n".join([*(f"# {comment}" for comment in comments), " \\\n    ".join(lines)])
 
 
-def on_h100(recipe: Recipe, further: Sequence[str]) -> str:
-    """Return a sentence with the number of requests at once on H100s, if it can be computed."""
-    if recipe.target not in models.TARGETS:
+def at_once(recipe: Recipe, gpu: str, further: Sequence[str]) -> str:
+    """Return a sentence with the number of requests at once on these GPUs; "" if there are no sizes for it."""
+    if gpu == "h100" and recipe.target not in models.TARGETS:
         cure = "If the model does not fit, set a larger --tp-size in the command."
         return f"An H100 has little more than half its memory. {cure}"
+    if gpu not in GIB or recipe.target not in models.TARGETS:
+        return ""
     from sglang_dflash.tools.capacity import report  # imports take a tenth of a second
 
-    words = [*arguments(recipe, "h100", further)[len(SERVER) :], "--gpu-memory", H100_GIB]
+    words = [*arguments(recipe, gpu, further)[len(SERVER) :], "--gpu-memory", GIB[gpu]]
+    options = report.arguments(raises=True)
     try:
-        found = report.answer(report.arguments(raises=True).parse_args(words))
+        found = report.answer(options.parse_args(words))
+        by_default = report.answer(options.parse_args(without(FRACTION, words)))
     except ValueError as error:
-        return f"The number of requests on an H100 cannot be computed: {error}."
+        return f"The number of requests on an {gpu.upper()} cannot be computed: {error}."
     n_requests, better = found.results[Worker.PLUGIN].requests, dict(report.lifts(found, Worker.PLUGIN))
-    cards = f"{found.serving.tp_size} H100 of {H100_GIB} GiB"
+    cards = f"{found.serving.tp_size} {gpu.upper()} of {GIB[gpu]} GiB"
     if n_requests:
-        fitting = f"On {cards}, {n_requests} requests of {found.serving.context:,} tokens fit at once (computed)."
+        n_default = by_default.results[Worker.PLUGIN].requests
+        more = f"; {n_default} fit without {FRACTION}" if n_default > n_requests else ""
+        fitting = f"On {cards}, {n_requests} requests of {found.serving.context:,} tokens fit at once (computed){more}."
         return " ".join((fitting, *found.not_counted))
     ways = {
         f"set {flag} in the command, with which {n} fit": flag for flag, n in better.items() if flag.startswith("--tp")
@@ -121,6 +128,16 @@ def on_h100(recipe: Recipe, further: Sequence[str]) -> str:
     cure = next(iter(ways), report.more(found.serving))
     none = f"On {cards}, no request of {found.serving.context:,} tokens fits (computed); {cure}."
     return " ".join((none, *found.not_counted))
+
+
+def without(flag: str, words: Sequence[str]) -> list[str]:
+    """Return a command line without a flag and its value."""
+    kept, after = list[str](), ""
+    for word in words:
+        if flag not in (word, after, word.split("=")[0]):
+            kept.append(word)
+        after = word
+    return kept
 
 
 def table(recipes: Iterable[Recipe]) -> str:

@@ -118,7 +118,10 @@ def test_printed_command_is_the_one_that_runs(
     out = capsys.readouterr().out
     comments = [line for line in out.splitlines() if line.startswith("#")]
     assert comments[0] == "# Qwen/Qwen3.5-122B-A10B on H200."
-    reasons = [line.removeprefix("#   ").split(": ", 1) for line in comments[1:]]
+    assert re.fullmatch(
+        r"# On 2 H200 of 140\.4 GiB, \d+ requests of 8,192 tokens fit at once \(computed\).*", comments[1]
+    )
+    reasons = [line.removeprefix("#   ").split(": ", 1) for line in comments[2:]]
     assert [name for name, why in reasons if why] == [flag.name for flag in RECIPES[asked[0]].flags["h200"][3:]]
     program, *printed = shlex.split(out.replace("\\\n", " "), comments=True)
     assert program == "python"
@@ -166,6 +169,28 @@ def test_a_recipe_has_the_names_of_its_models(name: str, capsys: pytest.CaptureF
         assert recipe.main([asked, "--gpu", "H200"]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (
+            "qwen3.5-27b --gpu h200",
+            "31 requests of 8,192 tokens fit at once (computed); 39 fit without --mem-fraction-static",
+        ),
+        ("qwen3.5-27b --gpu h200 -- --mem-fraction-static=0.86", "fit at once (computed)."),
+        ("qwen3.5-27b --gpu b200", "On 1 B200 of 179.0 GiB, "),
+    ],
+)
+def test_requests_at_once_are_printed(asked: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recipe.main(asked.split()) == 0
+    assert sentence in capsys.readouterr().out.splitlines()[1]
+
+
+@pytest.mark.parametrize("asked", ["qwen3.5-27b --gpu b300", "gpt-oss-120b --gpu h200"])
+def test_unknown_sizes_give_no_number_of_requests(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recipe.main(asked.split()) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("#   --")
 
 
 @pytest.mark.parametrize(("gpu", "other"), [("h100", "h200"), ("b300", "b200")])
