@@ -264,6 +264,18 @@ def shared(environ: Mapping[str, str]) -> dict[str, str]:
     return {flag.name: _value(flag, environ) for flag in FLAGS if not flag.may_differ}
 
 
+def require_trace_folder(read: Flags) -> None:
+    """Check that the directory of `width_trace` can be written or made, or raise ValueError."""
+    if read.width_trace is None:
+        return
+    nearest_one = next(path for path in (read.width_trace, *read.width_trace.parents) if path.exists())
+    if not (nearest_one.is_dir() and os.access(nearest_one, os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"SGLANG_DFLASH_WIDTH_TRACE={read.width_trace} cannot be written ({nearest_one} is no directory that this "
+            "user may write to); name another directory"
+        )
+
+
 def selects_stock(environ: Mapping[str, str]) -> bool:
     """Return whether `environ` selects SGLang's own worker. Other variables are not checked, and may be invalid."""
     return environ.get("SGLANG_DFLASH_WORKER", "").lower() == Worker.STOCK

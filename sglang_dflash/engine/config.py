@@ -17,7 +17,7 @@ from sglang_dflash.engine.host.arguments import UNSUPPORTED, Arguments, TargetFa
 from sglang_dflash.engine.memory.texts import why_no_copies
 from sglang_dflash.engine.width.chooser import candidates, widest
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.flags import Copy, Flags, GdnState, WidthPolicy, current
+from sglang_dflash.flags import Copy, Flags, GdnState, WidthPolicy, current, require_trace_folder
 
 if TYPE_CHECKING:
     from sglang_dflash.engine.memory.draft_kv import DraftKV
@@ -202,10 +202,11 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
     """Refuse flags that this version does not support with DFLASH. SGLang accepts some of them with a warning.
 
     Raises:
-        ValueError: a flag contradicts DFLASH, or the draft is missing.
+        ValueError: a flag contradicts DFLASH, the draft is missing, or a trace cannot be written.
         NotSupported: a flag is not supported with DFLASH, see `UNSUPPORTED`.
     """
     arguments.require_draft_path()
+    require_trace_folder(flags)
     for name, value in zip(("single", "acc"), arguments.accept_thresholds, strict=True):
         if value != 1.0:
             raise NotSupported(

@@ -24,7 +24,7 @@ from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
 from sglang_dflash.train.ranks import ALONE, Ranks
-from sglang_dflash.train.sizes import Rollout, Second, check_target, feature_layers
+from sglang_dflash.train.sizes import Rollout, Second, check_target, feature_layers, intermediate_size
 from sglang_dflash.train.start import RANDOM, start
 from sglang_dflash.train.tokens import Rows
 
@@ -218,7 +218,7 @@ def draft_config_for(
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=text.num_key_value_heads,
         head_dim=fields.get("head_dim") or text.hidden_size // text.num_attention_heads,
-        intermediate_size=text.intermediate_size,
+        intermediate_size=intermediate_size(fields),
         vocab_size=text.vocab_size,
         block_size=block_size,
         mask_token_id=mask_token_id,

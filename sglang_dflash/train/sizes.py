@@ -39,13 +39,21 @@ def feature_layers(asked: tuple[int, ...] | None, n_layers: int, n_target: int) 
     return ids
 
 
+def intermediate_size(fields: Mapping[str, Any]) -> int:
+    """Return the intermediate size of a draft: the target's, or 3 hidden sizes if all its layers have experts.
+
+    z-lab's drafts of Qwen3.5's mixture-of-experts targets have 3 hidden sizes too.
+    """
+    return fields.get("intermediate_size") or 3 * fields["hidden_size"]
+
+
 def check_target(fields: Mapping[str, Any], second: Second | None, draft_vocab_size: int | None = None) -> None:
     """Check that a draft can have the sizes of a target, the fields of its text config.
 
     Raises:
         ValueError: the target lacks a size, has one layer, or contradicts the sizes of the draft.
     """
-    needed = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "rms_norm_eps")
+    needed = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")
     if lacking := [name for name in needed if fields.get(name) is None]:
         raise ValueError(f"the target's config has no {lacking[0]}, which the draft would copy; give another target")
     if fields["num_hidden_layers"] < 2:

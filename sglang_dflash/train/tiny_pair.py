@@ -277,7 +277,7 @@ def measure(
 ) -> list[TaskAcceptance]:
     """Measure greedy acceptance on held-out prompts, per task and then over all tasks.
 
-    The step that reads the prompt has no drafts and is not counted.
+    The step that reads the prompt has no drafts and is not counted. Without any other step, the mean is nan.
     """
     options = Options(max_new_tokens=max_new_tokens, stop_token_ids=(END,), block_size=block_size)
     committed: dict[str, list[int]] = {task: [] for task in corpus.TASKS}
@@ -285,4 +285,5 @@ def measure(
         _, *steps = spec_steps(draft, target, input_ids, options)
         committed[task] += [len(step.committed) for step in steps]
     committed["all"] = [n for counts in committed.values() for n in counts]
-    return [TaskAcceptance(task, sum(counts) / len(counts), len(counts)) for task, counts in committed.items()]
+    means = {task: sum(counts) / len(counts) if counts else math.nan for task, counts in committed.items()}
+    return [TaskAcceptance(task, means[task], len(counts)) for task, counts in committed.items()]

@@ -86,6 +86,19 @@ def test_a_directory_keeps_its_capitals() -> None:
     assert flags.read({"SGLANG_DFLASH_WIDTH_TRACE": "/A/Path"}).width_trace == Path("/A/Path")
 
 
+@pytest.mark.parametrize("path", ["file", "file/deeper"])
+def test_a_trace_that_cannot_be_written_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    error = (
+        rf"^SGLANG_DFLASH_WIDTH_TRACE={tmp_path / path} cannot be written \({tmp_path / 'file'} is no directory that"
+    )
+    with pytest.raises(ValueError, match=error):
+        flags.require_trace_folder(flags.read({"SGLANG_DFLASH_WIDTH_TRACE": str(tmp_path / path)}))
+    flags.require_trace_folder(flags.read({"SGLANG_DFLASH_WIDTH_TRACE": str(tmp_path / "new" / "folder")}))
+    flags.require_trace_folder(flags.read({}))
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"SGLANG_DFLASH_FOO is not a variable of sglang-dflash; use one of .* or unset it"
@@ -116,4 +129,4 @@ def test_streams_of_the_stock_worker_are_not_rehearsed() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    assert flags.table() in PAGE.read_text(), "write sglang_dflash.flags.table() into docs/environment.md"
+    assert flags.table() in PAGE.read_text(), "run `python -m tests.tools.tables`"

@@ -97,7 +97,7 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
         repeats=options.repeats,
         together=not options.serve or not options.one_at_a_time,
         short_turns=options.serve or options.backend == TRANSFORMERS,
-        latency=not options.no_latency and options.steady is None,
+        latency=options.latency and options.steady is None,
         steady_s=options.steady,
         tie_gap=options.tie_gap if options.require_equal else None,
     )
@@ -118,10 +118,12 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
 
 
 def every_repeat(bench: Bench, console: Console) -> list[Row]:
-    """Measure all repeats. Ctrl-C (SIGINT) ends the measurement, and the repeats completed so far are returned.
+    """Measure all repeats. Ctrl-C (SIGINT) or a failing server ends the measurement.
+
+    The repeats completed so far are returned. The failure is kept in `bench.failure`.
 
     Raises:
-        KeyboardInterrupt: the signal came before the first repeat was complete.
+        KeyboardInterrupt, ServerError: it came before the first repeat was complete.
     """
     rows: list[Row] = []
     try:
@@ -129,9 +131,10 @@ def every_repeat(bench: Bench, console: Console) -> list[Row]:
             rows += bench.repeat(repeat)
             if not console.is_terminal:
                 console.print(f"repeat {repeat + 1} of {bench.schedule.repeats} is measured")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ServerError) as error:
         if not rows:
             raise
+        bench.failure = error if isinstance(error, ServerError) else None
     return rows
 
 
@@ -151,15 +154,14 @@ def without_key(arguments: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     try:
-        run(arguments)
+        return run(arguments)
     except (ServerError, GateError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Measure, and write the results.
+def run(arguments: Sequence[str]) -> int:
+    """Measure, and write the results of complete repeats, also if an arm fails in a later one.
 
     Raises:
         ServerError: an arm cannot be reached, started or loaded, or fails later, or --output cannot be written.
@@ -169,6 +171,9 @@ def run(arguments: Sequence[str]) -> None:
     end_on_sigterm()
     console = Console()
     require_folder(options.output.parent, "--output")
+    for engine in options.remote:
+        for task in options.tasks:
+            engine.require_messages(task.prompts)
     with engines_of(options, console) as engines:
         bench, rows = measure(engines, options, console)
     command = shlex.join(["sglang-dflash", "bench", *without_key(arguments)])
@@ -182,7 +187,10 @@ def run(arguments: Sequence[str]) -> None:
         console.print(line, style="bold yellow", markup=False)
     if options.plot:
         plot.draw(panels(measured), options.plot, title_of(measured))
+    if bench.failure:
+        print(f"bench: {bench.failure}; repeats completed before: {measured.about['repeats']}", file=sys.stderr)
     print(write(measured.document(), with_suffix(options.output, ".json")))
+    return 1 if bench.failure else 0
 
 
 if __name__ == "__main__":

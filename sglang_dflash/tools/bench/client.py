@@ -104,12 +104,8 @@ class HttpEngine(Engine):
         """Send a request and wait for the answer. Returns a function that parses the answer.
 
         Raises:
-            ServerError: the server rejected the request, does not answer, or accepts no token ids.
+            ServerError: the server rejected the request, or does not answer.
         """
-        if isinstance(prompt, TokenIds) and self.kind is not ServerKind.SGLANG:
-            cure = 'drop --dataset hopeless, and lines of --data with "input_ids"'
-            what = f"{self.url} is no SGLang server, and token ids are sent only to SGLang servers; {cure}"
-            raise ServerError(f"{self.name}: {what}")
         body, sent = sampling.body(self.model, prompt), time.perf_counter()
         with self._answering():
             if not stream:
@@ -122,6 +118,13 @@ class HttpEngine(Engine):
                 # The returned function parses the lines, after the clock has stopped.
                 events = [(time.perf_counter(), line) for line in response.iter_lines() if line.startswith("data: {")]
         return lambda: streamed(f"{self.name}: {self.url}", sent, events)
+
+    def require_messages(self, prompts: Sequence[Prompt]) -> None:
+        """Check that the server accepts the prompts, or raise ServerError: only SGLang's accept token ids."""
+        if self.kind is not ServerKind.SGLANG and any(isinstance(prompt, TokenIds) for prompt in prompts):
+            cure = 'drop --dataset hopeless, and lines of --data with "input_ids"'
+            what = f"{self.url} is no SGLang server, and token ids are sent only to SGLang servers; {cure}"
+            raise ServerError(f"{self.name}: {what}")
 
     def likeliest(self, context: Sequence[int]) -> Mapping[int, float]:
         if self.kind is not ServerKind.SGLANG:

@@ -75,6 +75,6 @@ def require_equal(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, 
         cure = f"raise --tie-gap {gap:g}" if gap else "in bf16, accept near ties of SGLang servers with --tie-gap 0.25"
         raise GateError(
             f"{len(red)} answers differ from those of {first}, so no speed is shown; {shown}; "
-            f"{cure}, or leave out --require-equal (--preset contains it)"
+            f"{cure}, or give --no-require-equal"
         )
     return len(unequal)

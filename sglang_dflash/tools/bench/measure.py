@@ -167,13 +167,12 @@ def timed(
             called after the clock has stopped.
         processes: lists the engine's processes; None if they are remote or unknown.
     """
-    (machine_s, ours_s), began = _busy(processes), time.perf_counter()
+    before, began = _busy(processes), time.perf_counter()
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
         came = list(pool.map(ask, prompts))
     wall_s = time.perf_counter() - began
-    machine_after_s, ours_after_s = _busy(processes)
-    outside_s = (machine_after_s - machine_s) - (ours_after_s - ours_s)
-    return Measurement([read() for read in came], wall_s, max(outside_s, 0.0) / wall_s if processes else NAN)
+    outside_s = _busy(processes).outside_s(before)
+    return Measurement([read() for read in came], wall_s, outside_s / wall_s if processes else NAN)
 
 
 class Asked(NamedTuple):
@@ -244,11 +243,11 @@ def steady(
             load.stop()  # an error of one thread ends the load
         return asked
 
-    (machine_s, ours_s), began_s = _busy(processes), time.perf_counter()
+    before, began_s = _busy(processes), time.perf_counter()
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
         came = [one for asked in pool.map(loop, range(concurrency)) for one in asked]
-    wall_s, (machine_after_s, ours_after_s) = time.perf_counter() - began_s, _busy(processes)
-    outside_s = max((machine_after_s - machine_s) - (ours_after_s - ours_s), 0.0)
+    wall_s = time.perf_counter() - began_s
+    outside_s = _busy(processes).outside_s(before)
     measured = [one for one in came if one.within(load.begin_s, load.end_s)]
     return Measurement(
         [one.read() for one in measured],
@@ -259,12 +258,28 @@ def steady(
     )
 
 
-def _busy(processes: Callable[[], Iterable[psutil.Process]] | None) -> tuple[float, float]:
-    """Return the CPU seconds of all processes on the machine, and those of the engine's processes and this process."""
+class Busy(NamedTuple):
+    """CPU seconds until now: of all processes on the machine, and of the engine and this process by process id."""
+
+    machine_s: float
+    own_s: dict[int, float]
+
+    def outside_s(self, before: "Busy") -> float:
+        """Return the CPU seconds of other processes since `before`, at least 0.
+
+        A process that began since then counts from its start. If one has ended, its time since `before` is unknown, and
+        counts as other processes'.
+        """
+        own_s = sum(now_s - before.own_s.get(pid, 0.0) for pid, now_s in self.own_s.items())
+        return max(self.machine_s - before.machine_s - own_s, 0.0)
+
+
+def _busy(processes: Callable[[], Iterable[psutil.Process]] | None) -> Busy:
     machine = psutil.cpu_times()
-    group = []
+    own_s = dict[int, float]()
     for process in [*(processes() if processes else ()), psutil.Process()]:
         with suppress(psutil.NoSuchProcess):  # a child of the engine has ended since it was listed
-            group.append(process.cpu_times())
+            times = process.cpu_times()
+            own_s[process.pid] = times.user + times.system
     busy_s = machine.user + machine.nice + machine.system + machine.irq + machine.softirq + machine.steal
-    return busy_s, sum(times.user + times.system for times in group)
+    return Busy(busy_s, own_s)

@@ -223,10 +223,10 @@ def _add_how(add: Add) -> None:
     add("--repeats", **NUMBER, default=3, help="repeats of each measurement, interleaved")
     steady = "measure S seconds at steady load: a new request follows each answer, and prompts are sent again and again"
     add("--steady", type=positive, metavar="S", help=steady + " (default: each prompt once; implies --no-latency)")
-    add("--no-latency", action="store_true", help="skip the streamed runs that measure TTFT and TPOT")
-    add(
-        "--require-equal", action="store_true", help="end without a result, with status 1, unless all answers are equal"
-    )
+    streamed = "also measure TTFT and TPOT, in streamed runs (default: yes)"
+    add("--latency", action=argparse.BooleanOptionalAction, default=True, help=streamed)
+    equal = "end without a result, with status 1, unless all answers are equal"
+    add("--require-equal", action=argparse.BooleanOptionalAction, default=False, help=equal)
     add(
         "--tie-gap",
         type=positive_or_zero,

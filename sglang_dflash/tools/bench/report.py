@@ -81,7 +81,8 @@ def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, co
     over = [name for name in dict.fromkeys((names[0], STOCK, *base)) if name in names]
     about = head("bench", command)
     if options.base_url:  # the servers' hardware is unknown here
-        about["level"] = "the servers' own machine, not known here: machine and versions are the client's"
+        about["level"] = "the servers' own machine, which is not known here"
+        about["client"] = {name: about.pop(name) for name in ("machine", "versions")}
     gate = {"equal": True, "tie_gap": bench.schedule.tie_gap, "n_near_ties": bench.n_near_ties}
     about |= {
         "method": METHOD + ("" if bench.schedule.steady_s is None else STEADY),
@@ -153,8 +154,12 @@ def noise(rows: Sequence[Row], cores: int) -> Iterator[str]:
 
 
 def title_of(report: BenchReport) -> str:
-    """Return the machine, SGLang's version and the commit, as a title."""
-    about, where = report.about, report.about["machine"]
+    """Return the machine, SGLang's version and the commit, as a title; the arms' URLs for servers of `--base-url`."""
+    about = report.about
+    if "client" in about:
+        urls = ", ".join(arm["url"] for arm in report.arms.values())
+        return f"{urls} (machine not known), client of commit {about['commit']}"
+    where = about["machine"]
     device = " + ".join(where["gpus"]) or where["cpu"]
     return f"{device}, {where['cores']} cores, SGLang {about['versions']['sglang']}, commit {about['commit']}"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from sglang_dflash.pairs.servers.errors import ServerError
 from sglang_dflash.tools.bench.compare import Difference, Unequal, differences, require_equal
 from sglang_dflash.tools.bench.engine import Engine, Prompt, Sampling
 from sglang_dflash.tools.bench.measure import (
@@ -74,7 +75,10 @@ Place = tuple[int, int, int]  # index of the task, concurrency, index of the arm
 
 
 def turns(schedule: Schedule, repeat: int, *, n_prompts: Sequence[int], n_arms: int) -> Iterator[Turn]:
-    """Yield the turns of a repeat in order: an arm's unstreamed turn, then its streamed turn with the same prompts."""
+    """Yield the turns of a repeat in order.
+
+    In the first repeat, if latency is measured, a streamed turn with the same prompts follows each unstreamed turn.
+    """
     kinds = (False, True) if schedule.latency and repeat == 0 else (False,)
     places = [(task, concurrency) for task in range(len(n_prompts)) for concurrency in schedule.concurrency]
     if not schedule.together:
@@ -113,6 +117,7 @@ class Bench:
     reference: dict[int, list[Completion]] = field(default_factory=dict)
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
+    failure: ServerError | None = None  # of an arm, after at least one complete repeat
     warm: set[tuple[int, int]] = field(default_factory=set)  # pairs of arm and concurrency already warmed up
 
     def n_asked(self) -> int | None:

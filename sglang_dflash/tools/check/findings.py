@@ -102,6 +102,7 @@ def environment(*, launch: bool = False) -> str:
         cure = "remove this number from the variable" if len(read.widths) > 1 else "unset the variable"
         raise ValueError(f"SGLANG_DFLASH_WIDTHS: {beyond[0]} is not within 1..{WIDEST}; {cure}{also}")
     if read.worker is Worker.PLUGIN:
+        flags.require_trace_folder(read)
         _require_loaded()
     return f"worker {read.worker}, overlap schedule {'allowed' if read.overlap else 'off'}"
 

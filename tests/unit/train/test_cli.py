@@ -2,17 +2,21 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+import sglang_dflash
 from sglang_dflash.reference.torch import DraftModel
 from sglang_dflash.train.__main__ import main
 from sglang_dflash.train.draft import draft_config_for
 from sglang_dflash.train.loop import LOG
-from sglang_dflash.train.sizes import check_target
+from sglang_dflash.train.sizes import check_target, intermediate_size
 from sglang_dflash.train.tiny_pair import make_tokenizer
+
+ASSETS = Path(sglang_dflash.__file__).parent / "assets"
 
 
 @pytest.fixture(scope="module")
@@ -221,9 +225,21 @@ def test_a_target_of_one_layer_is_refused():
 
 
 def test_a_target_without_a_size_is_refused():
-    fields = {"num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6}  # as Qwen3.5-MoE's config
-    with pytest.raises(ValueError, match=r"the target's config has no intermediate_size, which the draft would copy"):
+    fields = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    with pytest.raises(ValueError, match=r"the target's config has no rms_norm_eps, which the draft would copy"):
         check_target(fields, None)
+
+
+def test_a_target_of_experts_only_gets_a_draft_as_wide_as_published_ones():
+    """Qwen3.5's mixture-of-experts configs have no intermediate_size."""
+    read = json.loads((ASSETS / "models.json").read_text())
+    drafts = [one["config"] for one in read["drafts"].values()]
+    sizes = {(one["hidden_size"], one["intermediate_size"]) for one in drafts}
+    moe = [one["config"].get("text_config", {}) for one in read["targets"].values()]
+    lacking = [fields for fields in moe if "moe" in fields.get("model_type", "") and "intermediate_size" not in fields]
+    assert lacking
+    assert {(fields["hidden_size"], intermediate_size(fields)) for fields in lacking} <= sizes
+    assert intermediate_size({"hidden_size": 8, "intermediate_size": 5}) == 5
 
 
 @pytest.mark.parametrize("name", ["data.txt", "data.jsonl"])

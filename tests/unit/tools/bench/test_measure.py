@@ -19,7 +19,7 @@ from sglang_dflash.tools.bench import measure
 from sglang_dflash.tools.bench.client import steps_of
 from sglang_dflash.tools.bench.compare import Difference, differences, lead
 from sglang_dflash.tools.bench.measure import Completion, Measurement, Spread, Steps, percentile, slices, timed
-from sglang_dflash.tools.bench.report import BenchReport, few_steps, markdown, noise, panels, table
+from sglang_dflash.tools.bench.report import BenchReport, few_steps, markdown, noise, panels, table, title_of
 from sglang_dflash.tools.bench.rows import Line, Row, means, row, summarise
 
 
@@ -83,7 +83,7 @@ class Machine:
         return SimpleNamespace(user=self.others_s, nice=0, system=system, irq=0, softirq=0, steal=0, idle=99, iowait=9)
 
     def process(self, which: str) -> SimpleNamespace:
-        return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=getattr(self, which), system=0))
+        return SimpleNamespace(pid=which, cpu_times=lambda: SimpleNamespace(user=getattr(self, which), system=0))
 
     def Process(self) -> SimpleNamespace:  # as `psutil.Process()`: the process of the test
         return self.process("ours_s")
@@ -139,6 +139,24 @@ def test_other_cores_exclude_the_engine_and_this_process(machine, others_s, othe
 
     run = timed(ask, ["a"], concurrency=1, processes=lambda: [machine.process("engine_s"), ENDED])
     assert run.other_cores == other_cores
+
+
+def test_earlier_times_of_an_ended_process_do_not_count(machine):
+    """The engine used 50 s before the run, and its process ends in it. Another one begins and uses 3 s."""
+    machine.engine_s = 50.0
+    first, second = (
+        machine.process("engine_s"),
+        SimpleNamespace(pid=2, cpu_times=lambda: SimpleNamespace(user=3, system=0)),
+    )
+    listed = [first]
+
+    def ask(prompt: str) -> Callable[[], Completion]:
+        machine.now_s += 2
+        machine.others_s += 3
+        listed[:] = [second]
+        return lambda: Completion(1)
+
+    assert timed(ask, ["a"], concurrency=1, processes=lambda: listed).other_cores == 0
 
 
 def test_exactly_the_concurrency_is_in_flight():
@@ -294,6 +312,14 @@ def test_the_summary_compares_arms_per_concurrency():
     assert off.over == {}
     assert set(stock.over) == {"off"}
     assert off.ttft_ms["p50"] == 10
+
+
+def test_a_title_names_the_machine_of_the_servers_only():
+    machine = {"machine": {"gpus": [], "cpu": "C", "cores": 2}, "versions": {"sglang": "0"}}
+    served = BenchReport(machine | {"commit": "c"}, {"off": {}}, [], [], [], [])
+    assert title_of(served) == "C, 2 cores, SGLang 0, commit c"
+    remote = BenchReport({"client": machine, "commit": "c"}, {"off": {"url": "http://a:1"}}, [], [], [], [])
+    assert title_of(remote) == "http://a:1 (machine not known), client of commit c"
 
 
 def test_a_plot_has_speed_by_concurrency_and_acceptance_by_slot():

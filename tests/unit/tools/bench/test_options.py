@@ -94,8 +94,10 @@ def test_explicit_options_override_a_preset():
     options = parse(["--preset", "readme"])
     assert [one.name for one in options.launches] == ["off", "stock", "ours"]
     assert (options.concurrency, options.repeats, options.one_at_a_time) == ([1, 8], 5, False)
-    assert (options.require_equal, options.no_latency, options.enable_thinking) == (True, True, True)
+    assert (options.require_equal, options.latency, options.enable_thinking) == (True, False, True)
     assert all(one.env["CUDA_VISIBLE_DEVICES"] == "" for one in options.launches)
+    options = parse(["--preset", "readme", "--no-require-equal", "--latency", "--no-enable-thinking"])
+    assert (options.require_equal, options.latency, options.enable_thinking) == (False, True, False)
     typed = "--repeats=2 --concurrency 4 --arms off ours:A=b --dataset hard --no-enable-thinking"
     options = parse(["--preset", "widths", *typed.split()])
     assert [one.name for one in options.launches] == ["off", "ours:A=b"]

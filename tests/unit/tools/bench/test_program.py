@@ -22,6 +22,7 @@ from sglang_dflash.tools.bench.__main__ import every_repeat
 from sglang_dflash.tools.bench.__main__ import run as main
 from sglang_dflash.tools.bench.client import HttpEngine, ServerKind, streamed, unstreamed
 from sglang_dflash.tools.bench.compare import GateError
+from sglang_dflash.tools.bench.rows import Row
 from sglang_dflash.tools.bench.schedule import Bench
 from tests.fixtures.processes import running
 
@@ -183,6 +184,9 @@ def test_unknown_numbers_of_other_servers_are_marked(fake, bench):
     row = ran.document["rows"][0]
     assert (row["committed_per_step"], row["n_equal"], row["other_cores"]) == (None, None, None)
     assert "not known here" in ran.document["level"]
+    assert set(ran.document["client"]) == {"machine", "versions"}
+    assert "machine" not in ran.document
+    assert "(machine not known)" in ran.out
 
 
 @pytest.mark.parametrize(
@@ -190,7 +194,11 @@ def test_unknown_numbers_of_other_servers_are_marked(fake, bench):
     [
         (["--kind", "openai"], ["--backend", "sglang"], r"answers as openai .*, not as sglang; drop --back"),
         ([], ["--model", "theirs"], "serves fake-model, not theirs; change or drop --model"),
-        (["--kind", "openai"], ["--dataset", "hopeless"], "token ids are sent only to SGLang servers; drop --da"),
+        (
+            ["--kind", "openai"],
+            ["--dataset", "synthetic", "hopeless"],
+            "token ids are sent only to SGLang servers; drop --da",
+        ),
         (["--stingy"], [], r"http://.* streams no `usage`.*add --no-latency"),
     ],
 )
@@ -335,7 +343,7 @@ def test_near_ties_are_forgiven_on_request(bench, serve):
     ran = bench(*asked, "0.5", *serve)
     assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}
     with pytest.raises(
-        GateError, match=r"10 answers differ from those of off.*; raise --tie-gap 0\.4, or leave out --req"
+        GateError, match=r"10 answers differ from those of off.*; raise --tie-gap 0\.4, or give --no-req"
     ):
         bench(*asked, "0.4", *serve)
     with pytest.raises(GateError, match="10 answers differ from those of off"):  # the token is neither of the two
@@ -353,15 +361,32 @@ def test_an_arm_that_runs_the_plugin_against_its_name_is_refused(bench, serve):
         bench(*SMALL, "--arms", "stock:SGLANG_DFLASH_WORKER=plugin", *serve)
 
 
-def test_an_interrupted_run_keeps_its_whole_repeats():
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ServerError("ours: stopped answering")])
+def test_an_interrupted_run_keeps_its_whole_repeats(error):
     def repeat(number: int) -> list[dict[str, int]]:
         if number == whole:
-            raise KeyboardInterrupt
+            raise error
         return [{"repeat": number}]
 
     bench = cast(Bench, SimpleNamespace(schedule=SimpleNamespace(repeats=5), repeat=repeat))
     whole = 2
     assert every_repeat(bench, Console()) == [{"repeat": 0}, {"repeat": 1}]
+    assert bench.failure is (error if isinstance(error, ServerError) else None)
     whole = 0
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(error)):
         every_repeat(bench, Console())
+
+
+def test_a_server_that_fails_in_a_later_repeat_leaves_results(fake, monkeypatch, capsys, tmp_path):
+    measured = Bench.repeat
+
+    def failing(self: Bench, number: int) -> list[Row]:
+        if number == 1:
+            raise ServerError("server: stopped answering; look at its log")
+        return measured(self, number)
+
+    monkeypatch.setattr(Bench, "repeat", failing)
+    assert main(["--base-url", fake(), *SMALL, "--no-latency", "--output", str(tmp_path / "out")]) == 1
+    assert json.loads((tmp_path / "out.json").read_text())["repeats"] == 1
+    error = capsys.readouterr().err
+    assert error == "bench: server: stopped answering; look at its log; repeats completed before: 1\n"
