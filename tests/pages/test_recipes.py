@@ -260,7 +260,7 @@ def test_wrong_arguments_are_refused(argv: list[str], sentence: str, capsys: pyt
 
 def test_the_page_has_the_table() -> None:
     table = "\n".join(recipe_table.rows())
-    assert table in (DOCS / "recipes.md").read_text(), "write `python -m tests.tools.tables.recipe_table` into it"
+    assert table in (DOCS / "recipes.md").read_text(), "run `python -m tests.tools.tables`"
 
 
 # -- levels of evidence in the table --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
 Setting: Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. A row of the table is a
 part of a step. Its time is the larger of bytes / bandwidth and FLOP / rate of a large matrix product. A step is the sum
-of all rows. The times of this plugin's recurrent kernels were measured on an H200 (kernels/README.md); for SGLang's
+of all rows. The times of this plugin's recurrent kernels and of n-gram copies were measured on an H200. For SGLang's
 kernels only bytes are counted.
 """
 
@@ -21,7 +21,9 @@ DRAFT_BYTES, CONTEXT_KV_BYTES = 3.2e9, 367e6
 STATES_BYTES = GDN_LAYERS * 4 * 48 * 128 * 128  # per request
 OUTSIDE_MS = 0.1  # small kernels outside captured graphs, and the gaps between them
 VERIFY_MS, FOLD_MS = {1: 0.57, 8: 1.35, 32: 4.04}, {1: 0.13, 8: 0.75, 32: 3.15}
-COPY_MS = {1: 0.01, 8: 0.01, 32: 0.02}  # n-gram copies by number of requests, with 32k tokens of history each
+# `copy_draft` and `weigh_copies` by number of requests, with 32k tokens of history each, in
+# launch/results/2026-11-27-h200-prove.json
+COPY_MS = {1: 0.021, 8: 0.024, 32: 0.037}
 
 TARGET_BYTES = GDN_LAYERS * (GDN_BYTES + MLP_BYTES) + ATTENTION_LAYERS * (ATTENTION_BYTES + MLP_BYTES) + HEAD_BYTES
 
