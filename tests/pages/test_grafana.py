@@ -67,4 +67,4 @@ def test_panels_are_distinct_and_do_not_overlap() -> None:
 
 
 def test_the_readme_has_the_table() -> None:
-    assert table() in PAGE.read_text(), "run `python -m tests.tools.tables`"
+    assert table() in PAGE.read_text(), "run `python -m tests.tools.tables.write`"

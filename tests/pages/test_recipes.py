@@ -260,7 +260,7 @@ def test_wrong_arguments_are_refused(argv: list[str], sentence: str, capsys: pyt
 
 def test_the_page_has_the_table() -> None:
     table = "\n".join(recipe_table.rows())
-    assert table in (DOCS / "recipes.md").read_text(), "run `python -m tests.tools.tables`"
+    assert table in (DOCS / "recipes.md").read_text(), "run `python -m tests.tools.tables.write`"
 
 
 # -- levels of evidence in the table --------------------------------------------------------------------------------

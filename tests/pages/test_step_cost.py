@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "sglang_dflash" / "docs" / "step-cost.md"
 
 
 def test_page_has_the_computed_table() -> None:
-    assert "\n".join(step_cost.table()) in PAGE.read_text(), "run `python -m tests.tools.tables`"
+    assert "\n".join(step_cost.table()) in PAGE.read_text(), "run `python -m tests.tools.tables.write`"
 
 
 def test_step_is_at_most_087_of_sglangs_at_8_and_32_requests() -> None:

@@ -1,8 +1,8 @@
-"""`python -m tests.tools.tables`: the generated tables of the pages."""
+"""`python -m tests.tools.tables.write`: the generated tables of the pages."""
 
 import pytest
 
-from tests.tools.tables.__main__ import DOCS, replaced, tables
+from tests.tools.tables.write import DOCS, replaced, tables
 
 PAGE = "before\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n| c |\n|---|\n"
 
@@ -11,7 +11,7 @@ def test_every_page_has_its_tables() -> None:
     """The pages need no change. All tables are found by their first lines."""
     for name, table in tables():
         page = (DOCS / name).read_text()
-        assert replaced(page, table) == page, "run `python -m tests.tools.tables`"
+        assert replaced(page, table) == page, "run `python -m tests.tools.tables.write`"
 
 
 def test_a_table_is_replaced_by_its_first_line() -> None:

@@ -129,4 +129,4 @@ def test_streams_of_the_stock_worker_are_not_rehearsed() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    assert flags.table() in PAGE.read_text(), "run `python -m tests.tools.tables`"
+    assert flags.table() in PAGE.read_text(), "run `python -m tests.tools.tables.write`"

@@ -1,4 +1,4 @@
-"""Write every generated table into its page: `python -m tests.tools.tables`.
+"""Write every generated table into its page: `python -m tests.tools.tables.write`.
 
 A table replaces the table of the page that has the same first line. If the first line itself changes, change it in the
 page by hand first.
