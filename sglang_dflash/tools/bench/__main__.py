@@ -185,11 +185,12 @@ def run(arguments: Sequence[str]) -> int:
     print(markdown(list(measured.arms), measured.lines))
     for line in warnings(measured):
         console.print(line, style="bold yellow", markup=False)
-    if options.plot:
-        plot.draw(panels(measured), options.plot, title_of(measured))
     if bench.failure:
         print(f"bench: {bench.failure}; repeats completed before: {measured.about['repeats']}", file=sys.stderr)
-    print(write(measured.document(), with_suffix(options.output, ".json")))
+    path = write(measured.document(), with_suffix(options.output, ".json"))
+    if options.plot:
+        plot.draw(panels(measured), options.plot, title_of(measured))
+    print(path)
     return 1 if bench.failure else 0
 
 
