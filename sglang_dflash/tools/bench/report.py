@@ -216,7 +216,7 @@ def panels(report: BenchReport) -> list[list[Panel]]:
         }
         by_slot = {arm: Curve(range(1, len(values) + 1), values) for arm, values in shares.items() if values}
         if by_slot:
-            row.append(Panel(task, "slot", "share of steps that accept it, mean over concurrencies", by_slot))
+            row.append(Panel(f"{task}, mean over concurrencies", "slot", "share of steps that accept it", by_slot))
         found.append(row)
     return found
 
