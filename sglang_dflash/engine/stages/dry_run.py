@@ -54,6 +54,8 @@ class DryRun:
             self.warm_up(widths, n_requests)
             agree = from_first_of_ours()
             policy = make_policy(kind, widths, n_requests=n_requests, seconds=self.seconds, agree=agree)
+        if policy.cost:
+            policy.cost.look_up(lambda size, width: self.stages.verifier.engines[width].padded(size))
         self.end()
         return policy
 

@@ -29,6 +29,8 @@ from sglang_dflash.engine.stages.verifier import WidthEngine
 
 logger = logging.getLogger(__name__)
 
+FEW_ROWS = 128  # token rows up to which a batch is padded freely, because further rows take hardly any time
+PADDED = 1.25  # bound of the padded rows above FEW_ROWS, as a multiple of a batch's own rows
 KEPT_FREE = 0.5  # fraction of the initially free memory that stays free when the graphs of all widths are captured
 
 
@@ -124,18 +126,27 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
         state.attach(backend)
         graphs = None
         if captured is not None:
-            with capturing(fewer(captured.capture_bs)), without_hooks(runner.model):
+            with capturing(fewer(captured.capture_bs, width)), without_hooks(runner.model):
                 graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
     return WidthEngine(backend, graphs, state, routing_of(runner))
 
 
-def fewer(sizes: Sequence[int]) -> list[int]:
-    """Return SGLang's largest captured batch size, and all captured batch sizes that are powers of two.
+def fewer(sizes: Sequence[int], width: int) -> list[int]:
+    """Return the batch sizes with which graphs of a narrower `width` are captured.
 
-    With these sizes graphs of the narrower widths are captured. Batches of other sizes are padded. This costs little,
-    because narrow widths verify few tokens per request.
+    These are SGLang's largest captured batch size and all that are powers of two. Batches of other sizes are padded. If
+    a padded batch would exceed `FEW_ROWS` and `PADDED`, further sizes of SGLang's are captured.
+
+    Args:
+        sizes: batch sizes that SGLang captures, ascending.
+        width: tokens per request.
     """
-    return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
+    kept = [0]
+    for size, larger in zip(sizes, [*sizes[1:], 0], strict=True):
+        least = max(kept[-1] + 1, FEW_ROWS // width + 1)  # the smallest batch whose rows PADDED bounds
+        if size.bit_count() == 1 or not larger or (size >= least and larger > PADDED * least):
+            kept.append(size)
+    return kept[1:]
 
 
 @contextmanager

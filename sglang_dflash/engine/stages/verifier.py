@@ -30,6 +30,12 @@ class WidthEngine(NamedTuple):
     state: State  # attached to the backend
     routing: lora.Routing  # tensors that the graphs read
 
+    def padded(self, n_requests: int) -> int:
+        """Return the batch size that runs for `n_requests`: the next captured one, or the same without a graph."""
+        if self.graphs is None or self.graphs.disable_padding:
+            return n_requests
+        return next((size for size in self.graphs.capture_bs if size >= n_requests), n_requests)
+
 
 class Verifier:
     """Stage that runs the target over blocks, each width with its own attention backend and graphs."""

@@ -45,10 +45,18 @@ class StepCost:
         self.n_observed = 0
         self.n_SW, self.last_SW = ([[0] * len(self.widths) for _ in self.sizes] for _ in range(2))
         self.errors_W = [deque[float](maxlen=RECENT) for _ in self.widths]  # relative errors of the last steps
-        # parts_N[n]: for n requests, (index of a measured size, weight) pairs of a linear interpolation.
-        weight_SN = [np.interp(range(self.sizes[-1] + 1), self.sizes, one).tolist() for one in np.eye(len(self.sizes))]
-        self.parts_N = [[(i, x) for i, x in enumerate(weight_S) if x] for weight_S in zip(*weight_SN, strict=True)]
+        self.look_up(lambda n_requests, width: n_requests)
         self.settle()
+
+    def look_up(self, padded: Callable[[int, int], int]) -> None:
+        """Set `padded`: (number of requests, width) -> batch size that runs. Estimates are looked up at that size."""
+        # parts_WN[w][n]: (index of a measured size, weight) pairs of a linear interpolation at the size that runs.
+        ran_WN = [[padded(n, width) for n in range(self.sizes[-1] + 1)] for width in self.widths]
+        weight_SWN = [np.interp(ran_WN, self.sizes, one) for one in np.eye(len(self.sizes))]
+        self.parts_WN = [
+            [[(i, x) for i, x in enumerate(weight_S) if x] for weight_S in weight_NS]
+            for weight_NS in np.stack(weight_SWN, axis=-1).tolist()
+        ]
 
     def settle(self) -> None:
         """Make `of` return the corrected times, equal on all ranks. All ranks must call this after the same step."""
@@ -62,12 +70,15 @@ class StepCost:
         return self._of(n_requests, self.agreed_SW)
 
     def _of(self, n_requests: int, seconds_SW: Sequence[Sequence[float]]) -> list[float]:
-        parts = self.parts_N[min(n_requests, self.sizes[-1])]
-        return [sum(weight * seconds_SW[i][w] for i, weight in parts) for w in range(len(self.widths))]
+        n = min(n_requests, self.sizes[-1])
+        return [sum(weight * seconds_SW[i][w] for i, weight in of_N[n]) for w, of_N in enumerate(self.parts_WN)]
+
+    def _parts(self, n_requests: int, width: int) -> list[tuple[int, float]]:
+        return self.parts_WN[self.widths.index(width)][min(n_requests, self.sizes[-1])]
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """Correct the estimates with the time of a real step, `seconds`."""
-        w, parts = self.widths.index(width), self.parts_N[min(n_requests, self.sizes[-1])]
+        w, parts = self.widths.index(width), self._parts(n_requests, width)
         errors = self.errors_W[w]
         errors.append(seconds / self._of(n_requests, self.measured_SW)[w] - 1)
         error = median(errors) if len(errors) == RECENT else min(max(errors[-1], -MOST), MOST)
@@ -105,12 +116,12 @@ class StepCost:
     def n_real(self, n_requests: int, width: int) -> int:
         """Return the number of real steps of about `n_requests` with this width."""
         w = self.widths.index(width)
-        return min(self.n_SW[i][w] for i, _ in self.parts_N[min(n_requests, self.sizes[-1])])
+        return min(self.n_SW[i][w] for i, _ in self._parts(n_requests, width))
 
     def last(self, n_requests: int, width: int) -> int:
         """Return the number of the last real step of about `n_requests` with this width, counted from 1; 0: none."""
         w = self.widths.index(width)
-        return min(self.last_SW[i][w] for i, _ in self.parts_N[min(n_requests, self.sizes[-1])])
+        return min(self.last_SW[i][w] for i, _ in self._parts(n_requests, width))
 
     def by_size(self) -> dict[str, dict[str, float]]:
         """Return the seconds of a step by number of requests and then by width, both as strings for JSON."""

@@ -21,7 +21,9 @@ from sglang_dflash.engine.stages.greedy import Whole
 from sglang_dflash.engine.stages.penalties import Penalties
 from sglang_dflash.engine.stages.ranks import OneGroup
 from sglang_dflash.engine.stages.stages import Stages
+from sglang_dflash.engine.stages.verifier import WidthEngine
 from sglang_dflash.engine.step import Block, Plan
+from sglang_dflash.flags import WidthPolicy
 
 BLOCK, V = 4, 11
 
@@ -146,6 +148,19 @@ def test_costs_are_robust_against_slow_rounds_and_steps(monkeypatch, on_host):
     monkeypatch.setattr(dry, "_time", lambda run: next(taken))
     assert dry.seconds(2, [1, 2, BLOCK]) == pytest.approx([1, 1 + 2, 2 + 3])
     assert next(taken, None) is None
+
+
+def test_step_times_are_looked_up_at_captured_sizes(monkeypatch):
+    """Width 4 has graphs for 1 and 4 requests, so 2 requests run as 4. Step times are 1 s per request and token."""
+    dry, recorded = make(monkeypatch)
+    graphs = SimpleNamespace(capture_bs=[1, 4], disable_padding=False)
+    recorded.engines = {1: WidthEngine(None, None, None, {}), 4: WidthEngine(None, graphs, None, {})}
+    dry.runner.max_running_requests, dry.runner.req_to_token_pool = 4, None
+    monkeypatch.setattr(dry, "warm_up", lambda widths, n_requests: None)
+    monkeypatch.setattr(dry, "seconds", lambda n_requests, widths: [float(n_requests * width) for width in widths])
+    monkeypatch.setattr(dry, "end", lambda: None)
+    monkeypatch.setattr(dry_run, "from_first_of_ours", lambda: lambda seconds_SW: None)
+    assert dry.run(WidthPolicy.AUTO).cost.of(2) == [2.0, 16.0]
 
 
 def test_a_dummy_request_fits_into_the_context(monkeypatch):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +58,37 @@ def test_the_reserve_of_sampling_and_prompts_stays_free(reserve_gib: float, n_bu
     assert left >= reserve_gib or n_built < 3
 
 
+CAPTURED = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8)]  # SGLang's sizes with DFLASH
+
+
 def test_narrow_widths_are_captured_for_fewer_batches() -> None:
-    assert fewer([*range(1, 9), 10, 12, 14, 16, 24, 32, 40, 44, 48]) == [1, 2, 4, 8, 16, 32, 48]
-    assert fewer([1, 2, 3]) == [1, 2, 3]
-    assert fewer([24]) == [24]
+    assert fewer([*range(1, 9), 10, 12, 14, 16, 24, 32, 40, 44, 48], 1) == [1, 2, 4, 8, 16, 32, 48]
+    assert fewer([1, 2, 3], 16) == [1, 2, 3]
+    assert fewer([24], 8) == [24]
+    assert fewer(CAPTURED[: CAPTURED.index(48) + 1], 8) == [1, 2, 4, 8, 16, 20, 26, 32, 40, 48]
+    assert fewer(CAPTURED[: CAPTURED.index(48) + 1], 12) == [1, 2, 4, 8, 12, 16, 20, 26, 32, 40, 48]
+
+
+@pytest.mark.parametrize("most", [9, 24, 39, 48, 64, 100, 256])
+@pytest.mark.parametrize("width", [1, 4, 6, 8, 12, 24, 32])
+def test_batches_above_128_rows_are_padded_by_a_quarter_at_most(width: int, most: int) -> None:
+    """SGLang's own padding may exceed a quarter, for example that of 33 requests to 40 in a server of 33."""
+    sizes = sorted({size for size in CAPTURED if size < most} | {most})
+    kept = fewer(sizes, width)
+    for n in range(128 // width + 1, most + 1):
+        runs, sglang_runs = (next(size for size in captured if size >= n) for captured in (kept, sizes))
+        assert runs <= max(1.25 * n, sglang_runs)
+    assert len(kept) <= len(fewer(sizes, 1)) + 12
+
+
+def test_a_batch_runs_at_the_next_captured_size() -> None:
+    def ran(**graphs: Any) -> list[int]:
+        engine = WidthEngine(None, SimpleNamespace(**graphs) if graphs else None, NoState(), {})
+        return [engine.padded(n) for n in (1, 3, 4, 5)]
+
+    assert ran(capture_bs=[2, 4], disable_padding=False) == [2, 4, 4, 5], "5 requests run eagerly"
+    assert ran(capture_bs=[2, 4], disable_padding=True) == [1, 3, 4, 5]
+    assert ran() == [1, 3, 4, 5]
 
 
 def test_sglang_captures_the_given_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,19 @@ def test_costs_between_measured_sizes(n_requests: int, seconds: list[float]) -> 
     np.testing.assert_allclose(make_cost().of(n_requests), seconds)
 
 
+def test_costs_are_those_of_the_batch_that_runs() -> None:
+    """Width 4 has graphs for 4 and 6 requests, width 8 for 4 and 8. Steps of 5 requests pay for 6 and for 8."""
+    cost, exact = make_cost(), make_cost()
+    sizes = {1: range(9), 4: (4, 6), 8: (4, 8)}
+    cost.look_up(lambda n, width: next((size for size in sizes[width] if size >= n), n))
+    assert cost.of(5) == [exact.of(5)[0], exact.of(6)[1], exact.of(8)[2]]
+    assert cost.of(1) == [exact.of(1)[0], *exact.of(4)[1:]]
+    cost.observe(5, 8, 9.9)
+    assert [cost.n_real(n, 8) for n in (4, 5, 7, 8)] == [0, 1, 1, 1]
+    cost.settle()
+    assert cost.of(4)[2] == exact.of(4)[2], "a step at a captured size corrects this size only"
+
+
 @given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.5, 5.0))
 def test_costs_converge_to_measured_times(n_requests: int, width: int, real: float) -> None:
     """In logarithms, at least half of the correction of a width's time also applies to the other widths."""
