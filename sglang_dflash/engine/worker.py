@@ -31,12 +31,9 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner, SamplingPrewarmResult
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-from sglang.srt.platforms import current_platform
-from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker, HiCacheDraftPlan
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
@@ -54,6 +51,7 @@ from sglang_dflash.engine.memory.records import use_records
 from sglang_dflash.engine.metrics.trace import traced
 from sglang_dflash.engine.stages import ranks
 from sglang_dflash.engine.stages.build import build_stages
+from sglang_dflash.engine.stages.drafter import may_capture
 from sglang_dflash.engine.stages.dry_run import DryRun
 from sglang_dflash.engine.stages.greedy import verified_logits
 from sglang_dflash.engine.stages.outputs import hidden_states_of_prompts, keep_hidden_states, sampling_masks_by_block
@@ -150,11 +148,10 @@ class DFlashWorker(BaseSpecWorker):
         self.state.attach(self.target_runner.attn_backend)
 
     def init_cuda_graphs(self) -> None:
-        """Capture the draft's graphs if SGLang captures the target's."""
-        wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
-        possible = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
+        """Capture the draft's graphs, see `may_capture`."""
+        capture = may_capture(self.target_runner)
         with self.making_draft():
-            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
+            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
 
     @torch.no_grad()
     def prewarm_sampling(self) -> SamplingPrewarmResult:

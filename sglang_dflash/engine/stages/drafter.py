@@ -7,7 +7,10 @@ context, and the context that a block attends to.
 
 from __future__ import annotations
 
+import logging
+
 import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -15,14 +18,20 @@ from sglang.srt.model_executor.forward_batch_info import (
     enable_num_token_non_padded,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.platforms import current_platform
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.memory.slots import DraftSlots, Seen
 from sglang_dflash.engine.stages.forward import directly, through_runner
-from sglang_dflash.engine.stages.ranks import Scope, within
+from sglang_dflash.engine.stages.ranks import Scope, free_gib, within
 from sglang_dflash.engine.step import Block, Plan
+
+logger = logging.getLogger(__name__)
+
+LEAST_GIB = 1.0  # free memory below which the draft is not captured, as in SGLang's own DFLASH worker
 
 
 class Drafter:
@@ -55,6 +64,23 @@ class Drafter:
         options = {} if self.captured else {"n_filled": plan.width}
         tokens_T = self.forward(batch, **options).logits_output.hidden_states
         return self.layout.verified(tokens_T.view(plan.n_requests, -1), plan.verified.tokens_BN)
+
+
+def may_capture(target: ModelRunner) -> bool:
+    """Return whether the draft's graphs are captured: the target's are, and `LEAST_GIB` are free."""
+    wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
+    possible = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
+    if not wanted or not possible or target.device != "cuda":
+        return wanted and possible
+    if (left := free_gib(target)) < LEAST_GIB:
+        logger.warning(
+            "the draft runs without CUDA graphs, and so takes longer, because only %.2f GiB of memory are free and its "
+            "graphs need %.1f; lower --mem-fraction-static, --max-running-requests or --cuda-graph-max-bs-decode",
+            left,
+            LEAST_GIB,
+        )
+        return False
+    return True
 
 
 def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) -> DFlashVerifyInput:

@@ -8,6 +8,7 @@ pools. They also share the scratch memory of attention kernels, because forwards
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import math
 from collections import OrderedDict
@@ -15,15 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
-from sglang.srt.utils import get_available_gpu_memory
 from torch import nn
 
 from sglang_dflash.engine.stages.lora import keep_buffers, routing_of
-from sglang_dflash.engine.stages.ranks import from_first_rank
+from sglang_dflash.engine.stages.ranks import free_gib, from_first_rank
 from sglang_dflash.engine.stages.state import State
 from sglang_dflash.engine.stages.verifier import WidthEngine
 
@@ -64,27 +65,32 @@ def build_engines(
     def build(width: int) -> WidthEngine:
         return own if width == widest else _build_engine(runner, state_for(width), width, captured=own.graphs)
 
-    def free_gib() -> float:
-        if own.graphs is None:
-            return math.inf
-        return get_available_gpu_memory(  # minimum over all ranks, so that all ranks leave out the same widths
-            runner.device, runner.gpu_id, distributed=tp_group.world_size > 1, cpu_group=tp_group.cpu_group
-        )
+    def left_gib() -> float:
+        return math.inf if own.graphs is None else free_gib(runner)
 
     reserve_gib = np.array([reserve_bytes / 2**30])
     from_first_rank(tp_group)(reserve_gib)
-    engines = build_while_they_fit(widths, build, free_gib, float(reserve_gib[0]))
+    alone = tp_group.world_size == 1
+    engines = build_while_they_fit(widths, build, left_gib, float(reserve_gib[0]), may_fail=alone)
     if missing := sorted(set(widths) - set(engines)):
+        gc.collect()  # frees the parts of an engine whose capture failed
         logger.warning(
-            "the verify widths %s are disabled, because their CUDA graphs would leave too little memory; lower "
-            "--mem-fraction-static or --cuda-graph-max-bs-decode, or name fewer widths in SGLANG_DFLASH_WIDTHS",
+            "the verify widths %s are disabled, because their CUDA graphs would leave too little of the %.2f GiB of "
+            "free memory; lower --mem-fraction-static or --cuda-graph-max-bs-decode, or name fewer widths in "
+            "SGLANG_DFLASH_WIDTHS",
             ", ".join(map(str, missing)),
+            left_gib(),
         )
     return engines
 
 
 def build_while_they_fit(
-    widths: Sequence[int], build: Callable[[int], WidthEngine], free_gib: Callable[[], float], reserve_gib: float
+    widths: Sequence[int],
+    build: Callable[[int], WidthEngine],
+    free_gib: Callable[[], float],
+    reserve_gib: float,
+    *,
+    may_fail: bool = False,
 ) -> dict[int, WidthEngine]:
     """Build the engine of the largest width, then those of other widths, until memory is short.
 
@@ -97,6 +103,8 @@ def build_while_they_fit(
         build: builds the engine of a width.
         free_gib: returns the free memory in GiB.
         reserve_gib: least memory that must stay free, in GiB.
+        may_fail: if memory runs out in `build`, leave out this width and the rest. With several ranks, memory may run
+            out on one of them only, and the others would wait for it.
     """
     rest, engines, most_gib = set(widths), dict[int, WidthEngine](), 0.0
     left_gib = free_gib()
@@ -107,13 +115,37 @@ def build_while_they_fit(
         )
         if engines and left_gib - most_gib < kept_gib:
             break
-        engines[width] = build(width)
+        attempt = Attempt(may_fail=may_fail and bool(engines))
+        with attempt:
+            engines[width] = build(width)
+        if attempt.ran_out:
+            logger.warning("width %d: memory ran out during its capture, with %.2f GiB free before it", width, left_gib)
+            break
         rest.remove(width)
         before_gib, left_gib = left_gib, free_gib()
         if left_gib < math.inf:
             most_gib = max(most_gib, before_gib - left_gib)
             logger.info("width %d: %.2f GiB more for graphs, %.2f GiB are left", width, before_gib - left_gib, left_gib)
     return engines
+
+
+class Attempt:
+    """Context in which the device's memory may run out. Other errors are raised, and also this one unless `may_fail`.
+
+    SGLang raises its own error while it handles that of a capture.
+    """
+
+    def __init__(self, *, may_fail: bool) -> None:
+        self.may_fail, self.ran_out = may_fail, False
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        while error is not None and not isinstance(error, torch.OutOfMemoryError):
+            error = error.__context__
+        self.ran_out = error is not None
+        return self.ran_out and self.may_fail
 
 
 def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> WidthEngine:

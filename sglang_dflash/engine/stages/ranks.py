@@ -23,12 +23,21 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
 from sglang.srt.speculative.spec_utils import draft_tp_context
+from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_dflash.engine.stages.forward import Forward
 
 Agree = Callable[[np.ndarray], None]
 Scope = Callable[[], AbstractContextManager]
 KeepUp = Callable[[ScheduleBatch], None]
+
+
+def free_gib(runner: ModelRunner) -> float:
+    """Return the free memory of the device in GiB: the minimum over all ranks, so that all ranks choose the same."""
+    group = get_parallel().tp_group
+    return get_available_gpu_memory(
+        runner.device, runner.gpu_id, distributed=group.world_size > 1, cpu_group=group.cpu_group
+    )
 
 
 class OneGroup:

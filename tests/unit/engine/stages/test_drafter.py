@@ -9,6 +9,7 @@ import torch
 
 from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.memory.slots import SharedSlots
+from sglang_dflash.engine.stages import drafter as module
 from sglang_dflash.engine.stages.drafter import Drafter
 from sglang_dflash.engine.stages.planner import Planner
 from tests.fixtures.rings import make_rings, translator
@@ -48,6 +49,28 @@ def test_a_draft_without_graphs_is_called_directly(decode_runner: object, way: s
     drafter = Drafter(Runner(decode_runner), SharedSlots(), n_slots=16, layout=LAYOUT, scope=nullcontext)
     batch = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
     assert drafter.forward(batch).logits_output == way
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "backend", "captured"),
+    [
+        ("cuda", 1.0, "full", True),
+        ("cuda", 0.99, "full", False),
+        ("cuda", 9.0, "disabled", False),
+        ("cpu", 0.5, "full", True),
+    ],
+)
+def test_a_draft_is_captured_if_a_gibibyte_is_free(
+    device: str, gib: float, backend: str, captured: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """As SGLang's own worker does. In the GPU emulation, whose device is "cpu", memory does not count."""
+    config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
+    monkeypatch.setattr(module, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=config)))
+    monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_out_of_tree=lambda: False))
+    monkeypatch.setattr(module, "free_gib", lambda runner: gib)
+    assert module.may_capture(SimpleNamespace(device=device)) == captured
+    warned = [message for message in caplog.messages if "only 0.99 GiB of memory are free" in message]
+    assert len(warned) == (gib == 0.99)
 
 
 @pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16), (2, 24)])

@@ -58,6 +58,35 @@ def test_the_reserve_of_sampling_and_prompts_stays_free(reserve_gib: float, n_bu
     assert left >= reserve_gib or n_built < 3
 
 
+def test_a_width_without_room_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang wraps the error of a capture. On one of several ranks, and for the only width, the launch ends."""
+
+    def build(width: int) -> WidthEngine:
+        if width in (4, failing):
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            except RuntimeError as error:
+                raise Exception(f"Capture cuda graph failed: {error}")  # noqa: B904, as SGLang raises it
+        return WidthEngine(None, None, NoState(), {})
+
+    failing = 0
+    assert list(build_while_they_fit(WIDTHS, build, lambda: 3.0, 0.0, may_fail=True)) == [16, 1]
+    assert caplog.messages == ["width 4: memory ran out during its capture, with 3.00 GiB free before it"]
+    with pytest.raises(Exception, match="Capture cuda graph failed"):
+        build_while_they_fit(WIDTHS, build, lambda: 3.0, 0.0, may_fail=False)
+    failing = 16
+    with pytest.raises(Exception, match="Capture cuda graph failed"):
+        build_while_they_fit(WIDTHS, build, lambda: 3.0, 0.0, may_fail=True)
+    with pytest.raises(ZeroDivisionError):
+        build_while_they_fit(
+            (1, 16),
+            lambda width: WidthEngine(None, width // (width - 1), NoState(), {}),
+            lambda: 3.0,
+            0.0,
+            may_fail=True,
+        )
+
+
 CAPTURED = [*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8)]  # SGLang's sizes with DFLASH
 
 
