@@ -24,11 +24,13 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang_dflash_kernels.accept import Accepted
 
 from sglang_dflash.engine.stages.grammar import allowed
-from sglang_dflash.engine.stages.greedy import Whole, argmax
+from sglang_dflash.engine.stages.greedy import Whole, argmax, logits_buffer
 from sglang_dflash.engine.stages.penalties import Penalties
 from sglang_dflash.engine.stages.processors import Processors
-from sglang_dflash.engine.stages.sampling import over_slots
+from sglang_dflash.engine.stages.sampling import over_slots, rows_of
 from sglang_dflash.engine.step import Plan, Target
+
+CHUNK_BYTES = 2**30  # bytes of logits that are sampled at once
 
 
 class Choice:
@@ -36,7 +38,7 @@ class Choice:
 
     def __init__(self, runner: ModelRunner, logits: Whole) -> None:
         """`logits`: form of the logits that a verify returns, see `verified_logits`."""
-        self.sampler = runner.sampler
+        self.runner, self.sampler = runner, runner.sampler
         self.device = runner.device
         self.vocab_size = runner.model_config.vocab_size
         self.ranks = SpecTpSync(get_dp_tp_group())
@@ -124,9 +126,9 @@ class Choice:
             self.processors.apply(batch, plan, tokens_BN, logits_TV)
         if info.is_all_greedy and info.sampling_mask_batch_indices is None:
             return argmax(logits_TV)
-        if batch.return_logprob:  # the sampler turns logits into probabilities in place
-            logits_TV = logits_TV.clone()
-        target_T, target.output.sampling_mask_output = self._sample(logits_TV, info, plan.verified.positions_BN)
+        positions_BN = plan.verified.positions_BN
+        target_T, masks = self._sample(logits_TV, info, positions_BN, keep_logits=batch.return_logprob)
+        target.output.sampling_mask_output = masks
         return target_T
 
     def count_tokens(self, batch: ScheduleBatch, accepted: Accepted) -> None:
@@ -135,7 +137,10 @@ class Choice:
         self.processors.keep_tokens(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:
-        """Sample at every slot with top-k, top-p and min-p, so that the caller can measure the memory of sampling."""
+        """Sample at every slot with top-k, top-p and min-p, so that the caller can measure the memory of sampling.
+
+        As in serving, the logits are in SGLang's buffer for captured forwards if the batch fits into it.
+        """
         ones_B = torch.ones(n_requests, device=self.device)
         info = SamplingBatchInfo(
             temperatures=ones_B[:, None],
@@ -150,22 +155,44 @@ class Choice:
             vocab_size=self.vocab_size,
             device=self.device,
         )
-        logits_TV = torch.zeros(n_requests * n_tokens, self.vocab_size, device=self.device)
+        logits_TV = logits_buffer(self.runner, n_requests * n_tokens)
+        if logits_TV is None:
+            logits_TV = torch.empty(n_requests * n_tokens, self.vocab_size, device=self.device)
+        logits_TV.zero_()
         positions_BN = torch.zeros(n_requests, n_tokens, dtype=torch.int64, device=self.device)
         self._sample(logits_TV, info, positions_BN)
 
     def _sample(
-        self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor
+        self,
+        logits_TV: torch.Tensor,
+        info: SamplingBatchInfo,
+        positions_BN: torch.Tensor,
+        *,
+        keep_logits: bool = False,
     ) -> tuple[torch.Tensor, SamplingMaskOutput | None]:
-        """Return drawn tokens [B * N]. For requests with sampling masks, also return the tokens that could be drawn."""
-        output = LogitsProcessorOutput(next_token_logits=logits_TV)
-        target_T = self.sampler(
-            output,
-            # `Processors.apply` has already run the custom processors.
-            dataclasses.replace(over_slots(info, positions_BN.shape[1]), has_custom_logit_processor=False),
-            return_logprob=False,
-            top_logprobs_nums=[],
-            token_ids_logprobs=[],
-            positions=positions_BN.view(-1),
-        )
-        return target_T, output.sampling_mask_output
+        """Return drawn tokens [B * N]. For requests with sampling masks, also return the tokens that could be drawn.
+
+        Rows are drawn in chunks of `CHUNK_BYTES`, because SGLang's sampler allocates several times their bytes. With
+        sampling masks all rows are one chunk. Unless `keep_logits`, the sampler turns logits into probabilities.
+        """
+        # `Processors.apply` has already run the custom processors.
+        of_slots = dataclasses.replace(over_slots(info, positions_BN.shape[1]), has_custom_logit_processor=False)
+        n_rows = len(logits_TV)
+        if info.sampling_mask_batch_indices is None:
+            n_rows = max(CHUNK_BYTES // logits_TV[0].nbytes, 1)
+        drawn, masks = list[torch.Tensor](), None
+        for first in range(0, len(logits_TV), n_rows):
+            rows = slice(first, first + n_rows)
+            output = LogitsProcessorOutput(logits_TV[rows].clone() if keep_logits else logits_TV[rows])
+            drawn += [
+                self.sampler(
+                    output,
+                    rows_of(of_slots, rows),
+                    return_logprob=False,
+                    top_logprobs_nums=[],
+                    token_ids_logprobs=[],
+                    positions=positions_BN.view(-1)[rows],
+                )
+            ]
+            masks = output.sampling_mask_output
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn), masks

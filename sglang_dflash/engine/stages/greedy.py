@@ -32,6 +32,14 @@ def argmax(logits_TV: torch.Tensor) -> torch.Tensor:
     return logits_TV.argmax(dim=-1)
 
 
+def logits_buffer(runner: ModelRunner, n_rows: int) -> torch.Tensor | None:
+    """Return SGLang's logits buffer for captured forwards; None if there is no graph or the buffer is too small."""
+    shared = runner.graph_shared_output
+    if shared is None or n_rows > shared.max_rows:
+        return None
+    return shared.get_logits_buffer(runner.model_config.vocab_size, rows=n_rows)
+
+
 class Whole:
     """Form of a verify's logits: the whole vocabulary on every rank."""
 
@@ -69,15 +77,8 @@ class Shards(Whole):
         As in SGLang's forward, the shards are gathered and cast. `logits_TV` may be in this buffer.
         """
         gathered = self.processor._logits_gatherer(logits_TV)
-        metadata = SimpleNamespace(next_token_logits_buffer=self._buffer(len(logits_TV)))
+        metadata = SimpleNamespace(next_token_logits_buffer=logits_buffer(self.runner, len(logits_TV)))
         return self.processor._copy_logits_to_buffer(gathered, metadata)  # type: ignore[arg-type]
-
-    def _buffer(self, n_rows: int) -> torch.Tensor | None:
-        """Return SGLang's logits buffer for captured forwards; None if there is no graph or the buffer is too small."""
-        shared = self.runner.graph_shared_output
-        if shared is None or n_rows > shared.max_rows:
-            return None
-        return shared.get_logits_buffer(self.runner.model_config.vocab_size, rows=n_rows)
 
 
 def keep_shards(processor: LogitsProcessor) -> None:

@@ -41,6 +41,18 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
     )
 
 
+def rows_of(info: SamplingBatchInfo, rows: slice) -> SamplingBatchInfo:
+    """Return the parameters of some of the rows of `over_slots`. Its other fields do not depend on the row."""
+    return dataclasses.replace(
+        info,
+        temperatures=info.temperatures[rows],
+        top_ps=info.top_ps[rows],
+        top_ks=info.top_ks[rows],
+        min_ps=info.min_ps[rows],
+        sampling_seed=None if info.sampling_seed is None else info.sampling_seed[rows],
+    )
+
+
 def slots_of(rows_R: torch.Tensor | None, width: int) -> torch.Tensor | None:
     """Return all slots of the requests `rows_R`, as indices of the B x `width` token rows: int64 [R * width]."""
     if rows_R is None:

@@ -145,6 +145,40 @@ def test_every_slot_draws_as_its_request_would_alone(rows, torch_seed):
         assert draw(logits_BNV[b, slot : slot + 1], info, position) == [together_BN[b, slot]]
 
 
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("n_rows", [1, 3, 8])
+def test_chunks_of_rows_draw_as_all_rows_at_once(n_rows, keep_logits, monkeypatch):
+    """Three requests of four slots, with seeds and different parameters, in chunks of `n_rows` rows."""
+    torch.manual_seed(0)
+    info = info_of([{"top_p": 0.9, "seed": 1}, {"temperature": 2.0, "top_p": 0.5, "seed": 2}, {"top_k": 9, "seed": 3}])
+    logits_BNV = 3 * torch.randn(3, N, V)
+    want_BN = chosen(make_choice(), batch_of(info), logits_BNV.clone(), [5, 9, 2])
+    monkeypatch.setattr(choice_module, "CHUNK_BYTES", n_rows * V * 4 + 3)
+    choice, sizes = make_choice(), list[int]()
+    draw_rows = choice.sampler
+    choice.sampler = lambda output, *args, **others: (
+        sizes.append(len(output.next_token_logits)) or draw_rows(output, *args, **others)
+    )
+    kept_BNV = logits_BNV.clone()
+    got_BN = chosen(choice, batch_of(info, return_logprob=keep_logits), kept_BNV, [5, 9, 2])
+    assert torch.equal(got_BN, want_BN)
+    assert max(sizes) == n_rows
+    assert sum(sizes) == 3 * N
+    assert torch.equal(kept_BNV, logits_BNV) == keep_logits
+
+
+def test_requests_with_sampling_masks_are_one_chunk(monkeypatch):
+    """SGLang's masks name rows of the whole batch."""
+    monkeypatch.setattr(choice_module, "CHUNK_BYTES", 1)
+    info = info_of([{}, {}], sampling_mask_batch_indices=torch.tensor([1]))
+    choice, sizes = make_choice(), list[int]()
+    choice.sampler = lambda output, info, **others: (
+        sizes.append(len(output.next_token_logits)) or torch.zeros(len(output.next_token_logits), dtype=torch.int64)
+    )
+    chosen(choice, batch_of(info), torch.zeros(2, N, V), [0, 0])
+    assert sizes == [2 * N]
+
+
 def test_sampled_and_greedy_requests_share_a_batch():
     """The sampled request's tokens equal draws with its seed at the position of each slot."""
     torch.manual_seed(0)

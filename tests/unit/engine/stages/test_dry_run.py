@@ -244,6 +244,7 @@ def test_the_reserve_measures_sampling_with_the_largest_step(monkeypatch):
 
     choice = Choice.__new__(Choice)
     choice.sampler, choice.device, choice.vocab_size = sampler, torch.device("cpu"), V
+    choice.runner = SimpleNamespace(graph_shared_output=None, model_config=SimpleNamespace(vocab_size=V))
     n_bytes = {"memory_allocated": lambda: 1000, "max_memory_allocated": lambda: 1500}
     memory = SimpleNamespace(synchronize=lambda: None, reset_peak_memory_stats=lambda: None, **n_bytes)
     monkeypatch.setattr(torch, "get_device_module", lambda name: memory)
@@ -271,6 +272,15 @@ def test_the_reserve_measures_sampling_with_the_largest_step(monkeypatch):
     reserve_bytes(target, draft, choice, ())
     assert [shape for shape, *_ in drawn] == [(6, V)], "a server that only reads prompts samples one slot per request"
     assert target.sampling_prewarm_result.sampling_input_bytes == 4 * 6 * V
+
+    drawn.clear()
+    buffer = torch.ones(6 * BLOCK, V)
+    choice.runner.graph_shared_output = SimpleNamespace(
+        max_rows=len(buffer), get_logits_buffer=lambda vocab_size, rows: buffer[:rows]
+    )
+    reserve_bytes(target, draft, choice, (1, BLOCK))
+    assert [shape for shape, *_ in drawn] == [(6 * BLOCK, V)]
+    assert not buffer.any(), "the logits are in the buffer that captured forwards use"
 
     def no_memory(output: Any, info: Any, **others: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
