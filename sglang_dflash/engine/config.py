@@ -187,6 +187,7 @@ def _no_copies(arguments: Arguments, flags: Flags) -> str:
 def _needs(arguments: Arguments, draft: Checkpoint) -> backends.Needs:
     return backends.Needs(
         whole_blocks=(None in draft.layer_windows and not draft.full_is_causal) or not draft.sliding_is_causal,
+        slides=any(draft.layer_windows),
         slides_both_ways=not draft.sliding_is_causal,
         sinks=draft.attention_sink_bias,
         device=arguments.device,

@@ -31,6 +31,7 @@ class Backend:
         one_pass: a non-causal layer reads the context once; False: once per slot.
         slides_both_ways: a sliding layer may be non-causal.
         sinks: heads may have attention sinks.
+        waits_for_windows: with sliding layers the host plans each step with lengths that it copies from the GPU.
     """
 
     devices: tuple[str, ...]
@@ -40,6 +41,10 @@ class Backend:
     one_pass: bool = True
     slides_both_ways: bool = True
     sinks: bool = True
+    waits_for_windows: bool = False
+
+    def is_fast(self, needs: "Needs") -> bool:
+        return (self.one_pass or not needs.whole_blocks) and not (self.waits_for_windows and needs.slides)
 
 
 # Backends in order of preference. The comments name the file and function in SGLang 0.5.23 that compute the mask. Masks
@@ -63,7 +68,10 @@ BACKENDS = {
     # flashinfer_backend.forward_extend: each layer sets causal. update_sliding_window: K and V of a request are cut to
     # one window. Within the cut a verify applies no window, and the draft's block runs as a verify.
     "flashinfer": Backend(
-        devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120"), sinks=False
+        devices=("sm80", "sm89", "sm90", "sm100", "sm120"),
+        fp8_kv=("sm89", "sm90", "sm100", "sm120"),
+        sinks=False,
+        waits_for_windows=True,
     ),
     # triton_backend.forward_extend: each layer sets causal. extend_attention.py: the window limits earlier tokens. In a
     # non-causal layer the window also limits later tokens. This has no effect, as no window is shorter than N.
@@ -79,6 +87,7 @@ class Needs:
 
     Attributes:
         whole_blocks: some layers are non-causal: full layers, or sliding layers with is_causal=false.
+        slides: some layers are sliding layers.
         slides_both_ways: some sliding layers are non-causal.
         sinks: heads have attention sinks.
         device: "cpu" or a GPU's generation such as "sm90", see `arguments.device_of`.
@@ -90,6 +99,7 @@ class Needs:
     device: str
     kv_dtype: str = "auto"
     page_size: int | None = None
+    slides: bool = False
     slides_both_ways: bool = False
     sinks: bool = False
 
@@ -97,7 +107,8 @@ class Needs:
 def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
     """Return the draft's backend: the requested one, else the target's, else the first suitable backend.
 
-    The target's backend is not used if it would read the context of non-causal layers once per slot.
+    The target's backend is not used if it would read the context of non-causal layers once per slot, or if the host
+    would wait for the GPU to plan sliding layers.
 
     Args:
         asked: value of `--speculative-draft-attention-backend`; None: not given.
@@ -107,15 +118,16 @@ def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
         NotSupported: the requested backend cannot run the draft, or no backend can.
     """
     fits = [name for name in BACKENDS if not why_not(name, needs)]
+    fast = [name for name in fits if BACKENDS[name].is_fast(needs)]
     if asked is not None:
         reason = why_not(asked, needs)
         if reason:
             raise NotSupported(f"{FLAG} {asked}: {reason}; {_cure(asked, needs)}")
         return asked
-    if target in fits and (BACKENDS[target].one_pass or not needs.whole_blocks):
+    if target in fast:
         return target
     if fits:
-        return fits[0]
+        return (fast or fits)[0]
     if any(needs.device in backend.devices for backend in BACKENDS.values()):
         raise NotSupported(
             f"no attention backend of this plugin can use a draft KV cache of {needs.kv_dtype} on {needs.device}; "

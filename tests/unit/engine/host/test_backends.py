@@ -1,6 +1,7 @@
 """Attention backends that may run a draft. The rules are plain functions, so they are tested for every GPU on a CPU."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,6 +89,17 @@ def test_trtllm_needs_its_page_sizes(page_size, fits):
 )
 def test_resolve(asked, target, device, whole_blocks, page_size, chosen):
     assert resolve(asked=asked, target=target, needs=Needs(whole_blocks, device, page_size=page_size)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "kv_dtype", "chosen"),
+    [("sm80", "auto", "fa3"), ("sm89", "auto", "fa3"), ("sm120", "auto", "fa4"), ("sm89", E4M3, "triton")],
+)
+def test_sliding_layers_do_not_follow_a_target_on_flashinfer(device, kv_dtype, chosen):
+    """With windows FlashInfer's plan waits for the GPU at every step. Its flag still selects it."""
+    needs = Needs(SOME_FULL, device, kv_dtype, slides=True)
+    assert resolve(asked=None, target="flashinfer", needs=needs) == chosen
+    assert resolve(asked="flashinfer", target="flashinfer", needs=replace(needs, kv_dtype="auto")) == "flashinfer"
 
 
 def test_an_fp8_target_on_a_b200_keeps_its_fa4_draft():
