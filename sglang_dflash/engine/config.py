@@ -154,6 +154,8 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     widths = candidates(flags, block_size, no_copies, whole_blocks)
     if arguments.deterministic and flags.width_policy is WidthPolicy.AUTO and not flags.widths:
         widths = (block_size,)
+    if verifies:
+        fit.check_deepep(arguments, widths)
     return DFlashConfig(
         draft=draft,
         target=target,

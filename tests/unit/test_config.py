@@ -74,9 +74,16 @@ def test_the_draft_runs_in_the_targets_dtype(dtype, draft):
     assert combine(ARGUMENTS, replace(TARGET, dtype=dtype), replace(draft, dtype="float32"), FLAGS).dtype == dtype
 
 
-@pytest.mark.parametrize("changes", [{"tp_size": 2}, {"tp_size": 4}, {"model_impl": "sglang"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tp_size": 2}, {"tp_size": 4}, {"model_impl": "sglang"}, {"tp_size": 4, "deepep_rows": 128},
+        {"tp_size": 2, "deepep_rows": 128, "max_requests": 32},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_flags_that_restate_the_default_are_accepted(changes, draft):
-    """Also accepted: `--tp-size` 2 and 4, which divide the draft's 4 heads."""
+    """Also accepted: `--tp-size` 2 and 4, which divide the draft's 4 heads, and verifies that fit DeepEP's buffers."""
     checked(replace(ARGUMENTS, **changes), draft)
 
 
@@ -114,6 +121,22 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
             r"^--model-impl transformers is not supported with DFLASH \(only SGLang's own .*\); drop the flag$",
         ),
         ({"model_impl": "mindspore"}, NotSupported, "^--model-impl mindspore is not supported"),
+        (
+            {"unsupported": ("kt_weight_path",)}, NotSupported,
+            r"^--kt-weight-path is not supported with DFLASH \(kt-kernel .* each verify width has .*; drop the flag$",
+        ),
+        (
+            {"tp_size": 2, "deepep_rows": 128, "max_requests": 34}, NotSupported,
+            r"^--moe-a2a-backend deepep: verifying 8 tokens of 34 requests is 136 rows per rank, .*\(128\); set "
+            r"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=136 .* --max-running-requests 32 or --deepep-mode normal$",
+        ),
+        (
+            {
+                "deepep_rows": 128, "attention_dp": True, "dp_lm_head": True, "tp_size": 4, "attention_dp_size": 4,
+                "max_requests": 100,
+            },
+            NotSupported, "8 tokens of 25 requests is 200 rows per rank, .*, or give --max-running-requests 64 or",
+        ),
         ({"pp_size": 2}, NotSupported, "--pp-size 2: .* use --pp-size 1"),
         ({"attention_dp": True}, NotSupported, "without --enable-dp-lm-head .*; add --enable-dp-lm-head"),
         (

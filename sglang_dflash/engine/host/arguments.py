@@ -21,6 +21,7 @@ UNSUPPORTED = {
     "enable_linear_replayssm_spec": "this plugin records the state changes of a block itself",
     "enable_return_indexer_topk": "a draft's start replaces SGLang's recorder of these values by none",
     "enable_torch_compile": "it was not tested, and may compile the target once per verify width",
+    "kt_weight_path": "kt-kernel prepares its buffers for one list of batch sizes, but each verify width has its own",
     "use_ray": "Ray's schedulers do not load plugins",
     "debug_tensor_dump_output_folder": "SGLang's dump needs a module named `model`, which a draft lacks",
 }
@@ -87,6 +88,8 @@ class Arguments:
     heads_first: bool = False  # SGLANG_USE_HND_KVCACHE: a page of the KV cache holds the tokens of each head together
     memory_saver: bool = False  # `--enable-memory-saver`
     backs_up_draft: bool = False  # a release of the weights keeps a copy of the draft's on the host
+    max_requests: int | None = None  # `--max-running-requests`
+    deepep_rows: int | None = None  # token rows of a rank that DeepEP's low-latency buffers hold; None: not used
 
     def require_draft_path(self) -> str:
         """Return the draft's path.
@@ -161,7 +164,18 @@ def arguments_of(server_args: Any) -> Arguments:
         heads_first=envs.SGLANG_USE_HND_KVCACHE.get(),
         memory_saver=args.enable_memory_saver,
         backs_up_draft=args.enable_weights_cpu_backup or args.enable_draft_weights_cpu_backup,
+        max_requests=args.max_running_requests,
+        deepep_rows=deepep_rows_of(args),
     )
+
+
+def deepep_rows_of(args: Any) -> int | None:
+    """Return the token rows of a rank that DeepEP's low-latency buffers hold; None if they are not used."""
+    from sglang.srt.environ import envs
+
+    if args.moe_a2a_backend != "deepep" or args.deepep_mode == "normal":
+        return None
+    return envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
 
 
 def flag(name: str) -> str:

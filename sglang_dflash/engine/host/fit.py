@@ -1,9 +1,11 @@
 """Choices and checks that depend on draft and launch: block size, window, heads, load format, notes for the log."""
 
+from collections.abc import Sequence
+
 from sglang_dflash.engine.draft.pair import unused
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.host.arguments import IGNORED, Arguments, TargetFacts, flag
-from sglang_dflash.engine.memory.sizes import kept_window
+from sglang_dflash.engine.memory.sizes import MAX_REQUESTS, kept_window
 from sglang_dflash.engine.memory.texts import DETERMINISTIC
 from sglang_dflash.errors import NotSupported
 
@@ -135,6 +137,27 @@ def load_format(arguments: Arguments) -> str | None:
 def ignored(arguments: Arguments) -> tuple[str, ...]:
     """Return a sentence for each flag of another algorithm."""
     return tuple(f"{flag(name)} is ignored: {IGNORED[name]}" for name in arguments.ignored)
+
+
+def check_deepep(arguments: Arguments, widths: Sequence[int]) -> None:
+    """Check that DeepEP's buffers hold the token rows of the largest verify. SGLang would fail while it captures.
+
+    Raises:
+        NotSupported: they do not.
+    """
+    n_groups, limit = arguments.attention_dp_size, arguments.deepep_rows
+    if limit is None or not widths:
+        return
+    n_requests = (arguments.max_requests or MAX_REQUESTS) // n_groups
+    n_ranks = arguments.tp_size // n_groups
+    n_rows = -(-n_requests * widths[-1] // n_ranks)  # rounded up
+    if n_rows > limit:
+        raise NotSupported(
+            f"--moe-a2a-backend deepep: verifying {widths[-1]} tokens of {n_requests} requests is {n_rows} rows per "
+            f"rank, more than DeepEP's buffers hold ({limit}); set "
+            f"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK={n_rows} (at most 1024), or give --max-running-requests "
+            f"{limit * n_ranks // widths[-1] * n_groups} or --deepep-mode normal"
+        )
 
 
 def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:

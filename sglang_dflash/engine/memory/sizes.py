@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from sglang_dflash_kernels.record import record_width
 
+MAX_REQUESTS = 48  # SGLang's default of --max-running-requests with DFLASH
 FP32 = 4  # bytes per value of a record (for any dtype of the states), and per scale of an fp8 head
 INT32 = 4  # bytes per token of a history
 

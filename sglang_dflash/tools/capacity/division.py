@@ -21,6 +21,7 @@ from math import gcd
 from typing import NamedTuple
 
 from sglang_dflash.engine.memory.sizes import (
+    MAX_REQUESTS,
     AttentionSizes,
     RecurrentSizes,
     kept_window,
@@ -33,7 +34,6 @@ from sglang_dflash.flags import Worker
 MIB, GIB = 2**20, 2**30
 
 # SGLang 0.5.23's defaults, including changes under DFLASH.
-MAX_REQUESTS = 48
 MAMBA_RATIO = 0.9
 IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, subtracted before K and V are sized
 

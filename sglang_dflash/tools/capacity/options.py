@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 from sglang_dflash import flags
 from sglang_dflash.cli import Add, Parser, count, gib, nearest, positive
+from sglang_dflash.engine.memory.sizes import MAX_REQUESTS
 from sglang_dflash.tools.capacity import geometry
 from sglang_dflash.tools.capacity import known_models as models
-from sglang_dflash.tools.capacity.division import MAMBA_RATIO, MAX_REQUESTS, RadixStates
+from sglang_dflash.tools.capacity.division import MAMBA_RATIO, RadixStates
 
 CONTEXT = 8192  # default number of tokens of a request, prompt and answer together
 STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}

@@ -11,19 +11,19 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sglang_dflash.engine.memory.sizes import MAX_REQUESTS
 from sglang_dflash.flags import Worker
 from sglang_dflash.tools.capacity import geometry
 from sglang_dflash.tools.capacity import known_models as models
 from sglang_dflash.tools.capacity.division import (
     GIB,
-    MAX_REQUESTS,
     MIB,
     Bound,
     Capacity,
