@@ -1,8 +1,8 @@
-"""Launch commands for published drafts, on an H200 or a B200: `sglang-dflash recipe NAME --gpu h200`.
+"""Launch commands for published drafts, by GPU: `sglang-dflash recipe NAME --gpu h200`.
 
 The command prints a launch command that can be pasted into a shell, with the reason for each flag. With `--run` it
 starts the server instead. Flags after `--` are appended to the recipe's and take precedence. The recipes are in
-`assets/recipes.toml`.
+`assets/recipes.toml`. For cards other than datacenter cards, flags with which a request fits are computed.
 """
 
 import argparse
@@ -42,7 +42,16 @@ class Recipe(NamedTuple):
     architecture: str
     draft: str
     note: str
-    flags: Mapping[str, Sequence[Flag]]  # by GPU, without duplicate names
+    flags: Mapping[str, Sequence[Flag]]  # by GPU or generation, without duplicate names
+    devices: tuple[str, ...] = ()  # generations that have kernels for the weights; empty: all
+
+
+class Card(NamedTuple):
+    """A GPU. `gib`: memory, as its driver reports it; `like`: key of `Recipe.flags`."""
+
+    gib: float
+    device: str  # generation, as in `arguments.device_of`
+    like: str
 
 
 def read_flags(pairs: Iterable[Sequence[str]]) -> list[Flag]:
@@ -53,7 +62,7 @@ def read_flags(pairs: Iterable[Sequence[str]]) -> list[Flag]:
 def read(text: str) -> dict[str, Recipe]:
     """Return the recipes in `text`, the content of recipes.toml, by name."""
     document = tomllib.loads(text)
-    gpus = {gpu: read_flags(pairs) for gpu, pairs in document["gpus"].items()}
+    gpus = {gpu: read_flags(pairs) for gpu, pairs in (document["gpus"] | document.get("generations", {})).items()}
     found = {}
     for name, fields in document["recipes"].items():
         pair = [
@@ -66,7 +75,13 @@ def read(text: str) -> dict[str, Recipe]:
             for gpu, own in gpus.items()
         }
         found[name] = Recipe(
-            name, fields["target"], fields["architecture"], fields["draft"], fields.get("note", ""), flags
+            name,
+            fields["target"],
+            fields["architecture"],
+            fields["draft"],
+            fields.get("note", ""),
+            flags,
+            tuple(fields.get("devices", ())),
         )
     return found
 
@@ -77,21 +92,63 @@ def last_of_each(flags: Iterable[Flag]) -> list[Flag]:
 
 RECIPES = read(FILE.read_text())
 GPUS = tuple(tomllib.loads(FILE.read_text())["gpus"])
-GIB = {"h100": "79.6", "h200": "140.4", "b200": "179.0"}  # memory of a card, as its driver reports it
+CARDS = {name: Card(**fields) for name, fields in tomllib.loads(FILE.read_text())["cards"].items()}
+SMALLER = ("h100", "gh200")  # cards with an H200's flags and less memory
+TP_SIZES = (1, 2, 4, 8)
 FRACTION = "--mem-fraction-static"  # model cards set it below SGLang's default
-ALIASES = {"h100": "h200", "b300": "b200"}  # GPUs of one generation share their flags
 
 
-def arguments(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> list[str]:
-    """Return the arguments with which Python starts the recipe's server; `further`: flags to append."""
-    return [*SERVER, *(word for flag in recipe.flags[ALIASES.get(gpu, gpu)] for word in flag.words), *further]
+def flags_on(recipe: Recipe, gpu: str) -> Sequence[Flag]:
+    """Return the recipe's flags for a card. Unless it is a datacenter card of `GPUS`, add flags so that a request fits.
+
+    Raises:
+        ValueError: the card lacks kernels for the weights, sizes are unknown, or no request fits on eight cards.
+    """
+    card = CARDS[gpu]
+    flags = recipe.flags[card.like]
+    if recipe.devices and card.device not in recipe.devices:
+        raise ValueError(
+            f"{recipe.target} needs kernels that {gpu} ({card.device}) lacks; use weights in another format, which "
+            "`sglang-dflash recipe` lists"
+        )
+    if card.like in GPUS:
+        return flags
+    if recipe.target not in models.TARGETS or recipe.draft not in models.DRAFTS:
+        raise ValueError(f"the sizes of {recipe.name} are not known, so its flags for {gpu} cannot be computed")
+    for tp_size in TP_SIZES:
+        several = [Flag("--tp-size", str(tp_size), "")] if tp_size > 1 else []
+        if added := fitting([*flags, *several], card.gib):
+            n_requests, further = added
+            why = f"computed: {n_requests} requests of 8,192 tokens at once"
+            return last_of_each([*flags, *(flag._replace(why=why) for flag in [*several, *further])])
+    raise ValueError(f"no request of {recipe.name} fits on {TP_SIZES[-1]} {gpu} (computed); use larger cards")
+
+
+def fitting(flags: Sequence[Flag], gib: float) -> tuple[int, list[Flag]] | None:
+    """Return how many requests fit on a card, and the flags to add; None if none fits with any."""
+    from sglang_dflash.tools.capacity import report  # imports take a tenth of a second
+
+    words = [*(word for flag in flags for word in flag.words), "--gpu-memory", str(gib)]
+    found = report.answer(report.arguments(raises=True).parse_args(words))
+    if n_requests := found.results[Worker.PLUGIN].requests:
+        return n_requests, []
+    for text, n_requests in report.lifts(found, Worker.PLUGIN):
+        if text.startswith("--mem-fraction-static"):
+            words = text.split()
+            return n_requests, [Flag(*pair, "") for pair in zip(words[::2], words[1::2], strict=True)]
+    return None
+
+
+def arguments(flags: Sequence[Flag], further: Sequence[str] = ()) -> list[str]:
+    """Return the arguments with which Python starts a server; `further`: flags to append."""
+    return [*SERVER, *(word for flag in flags for word in flag.words), *further]
 
 
 def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
     """Return the command for a shell, with comments above it that give the reasons for its flags."""
-    flags = recipe.flags[ALIASES.get(gpu, gpu)]
+    flags = flags_on(recipe, gpu)
     comments = [f"{recipe.target} on {gpu.upper()}. {recipe.note}".strip()]
-    sized = "These flags are sized for an H200. " if gpu == "h100" else ""
+    sized = "These flags are sized for an H200. " if gpu in SMALLER else ""
     comments += [f"{sized}{sentence}" for sentence in [at_once(recipe, gpu, further)] if sentence]
     comments += [f"  {flag.name}: {flag.why}" for flag in flags if flag.why]
     lines = [shlex.join(["python", *SERVER]), *(shlex.join(flag.words) for flag in flags)]
@@ -100,23 +157,22 @@ def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
 
 
 def at_once(recipe: Recipe, gpu: str, further: Sequence[str]) -> str:
-    """Return a sentence with the number of requests at once on these GPUs; "" if there are no sizes for it."""
-    if gpu == "h100" and recipe.target not in models.TARGETS:
+    """Return a sentence with the number of requests at once on a card; "" if the target's sizes are not known."""
+    if recipe.target not in models.TARGETS:
         cure = "If the model does not fit, set a larger --tp-size in the command."
-        return f"An H100 has little more than half its memory. {cure}"
-    if gpu not in GIB or recipe.target not in models.TARGETS:
-        return ""
+        share = CARDS[gpu].gib / CARDS["h200"].gib
+        return f"This card has {share:.0%} of its memory. {cure}" if gpu in SMALLER else ""
     from sglang_dflash.tools.capacity import report  # imports take a tenth of a second
 
-    words = [*arguments(recipe, gpu, further)[len(SERVER) :], "--gpu-memory", GIB[gpu]]
+    words = [*arguments(flags_on(recipe, gpu), further)[len(SERVER) :], "--gpu-memory", str(CARDS[gpu].gib)]
     options = report.arguments(raises=True)
     try:
         found = report.answer(options.parse_args(words))
         by_default = report.answer(options.parse_args(without(FRACTION, words)))
     except ValueError as error:
-        return f"The number of requests on an {gpu.upper()} cannot be computed: {error}."
+        return f"The number of requests on {gpu.upper()} cannot be computed: {error}."
     n_requests, better = found.results[Worker.PLUGIN].requests, dict(report.lifts(found, Worker.PLUGIN))
-    cards = f"{found.serving.tp_size} {gpu.upper()} of {GIB[gpu]} GiB"
+    cards = f"{found.serving.tp_size} {gpu.upper()} of {CARDS[gpu].gib} GiB"
     if n_requests:
         n_default = by_default.results[Worker.PLUGIN].requests
         more = f"; {n_default} fit without {FRACTION}" if n_default > n_requests else ""
@@ -185,7 +241,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     names = "name of a recipe, or of its target or draft on the hub; case is ignored"
     parser.add_argument("name", nargs="?", metavar="NAME", help=names)
-    parser.add_argument("--gpu", type=str.lower, choices=(*GPUS, *ALIASES), help="GPU to serve on")
+    parser.add_argument("--gpu", type=str.lower, choices=tuple(CARDS), help="GPU to serve on")
     parser.add_argument("--run", action="store_true", help="start the server instead of printing its command")
     options = parser.parse_args(words[:at])
     if options.name:
@@ -193,7 +249,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not options.name and (options.gpu or options.run or at < len(words)):
         parser.error("found no NAME; `sglang-dflash recipe` lists all")
     if options.name and not options.gpu:
-        parser.error(f"no GPU is named for {options.name}; give --gpu {' or '.join((*GPUS, *ALIASES))}")
+        parser.error(f"no GPU is named for {options.name}; give --gpu with one of {', '.join(CARDS)}")
     return options, words[at + 1 :]
 
 
@@ -203,9 +259,14 @@ def main(argv: Sequence[str]) -> int:
         print(table(RECIPES.values()))
         return 0
     recipe = RECIPES[options.name]
+    try:
+        flags, printed = flags_on(recipe, options.gpu), text(recipe, options.gpu, further)
+    except ValueError as error:
+        print(f"recipe: {error}", file=sys.stderr)
+        return 1
     if options.run:
-        os.execv(sys.executable, [sys.executable, *arguments(recipe, options.gpu, further)])
-    print(text(recipe, options.gpu, further))
+        os.execv(sys.executable, [sys.executable, *arguments(flags, further)])
+    print(printed)
     return 0
 
 

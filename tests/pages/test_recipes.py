@@ -23,9 +23,10 @@ from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.host.arguments import Arguments, TargetFacts
 from sglang_dflash.engine.host.target_models import why_no_features
-from sglang_dflash.flags import read
+from sglang_dflash.flags import Worker, read
 from sglang_dflash.tools import recipe
 from sglang_dflash.tools.capacity import known_models as models
+from sglang_dflash.tools.capacity import report
 from sglang_dflash.tools.capacity.geometry import Config
 from sglang_dflash.tools.recipe import GPUS, RECIPES
 from tests.fixtures.guide import DOCS, ROOT, source_of_sglang
@@ -33,6 +34,7 @@ from tests.server.lib import families
 from tests.server.lib.families import FAMILIES
 from tests.tools.tables import recipe_table
 from tests.tools.tables.recipe_table import NOT_RUN, REHEARSED, TEXT_MODELS
+from tests.unit.test_config import ARGUMENTS
 
 DEVICES = {"h200": "sm90", "b200": "sm100"}
 DRAFT_BACKENDS = {"h200": "fa3", "b200": "fa4"}
@@ -193,15 +195,94 @@ def test_unknown_sizes_give_no_number_of_requests(asked: str, capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines()[1].startswith("#   --")
 
 
-@pytest.mark.parametrize(("gpu", "other"), [("h100", "h200"), ("b300", "b200")])
+@pytest.mark.parametrize(("gpu", "other"), [("h100", "h200"), ("gh200", "h200"), ("b300", "b200")])
 def test_a_gpu_has_the_flags_of_its_generation(gpu: str, other: str, capsys: pytest.CaptureFixture[str]) -> None:
     commands = []
     for asked in (gpu, other):
         assert recipe.main(["qwen3-8b", "--gpu", asked]) == 0
         out = capsys.readouterr().out
-        assert ("These flags are sized for an H200" in out) == (asked == "h100")
+        assert ("These flags are sized for an H200" in out) == (asked in recipe.SMALLER)
         commands.append([line for line in out.splitlines() if not line.startswith("#")])
     assert commands[0] == commands[1]
+
+
+COMPUTED = [gpu for gpu, card in recipe.CARDS.items() if card.like not in GPUS]
+TOO_LARGE = {("qwen3-coder-next", "rtx3090"), ("qwen3-coder-next", "rtx4090")}
+TOO_LARGE |= {("qwen3.5-122b-a10b", gpu) for gpu in ("rtx3090", "rtx4090", "rtx5090")}
+KNOWN = [one.name for one in RECIPES.values() if one.target in models.TARGETS and one.draft in models.DRAFTS]
+
+
+def flags_on(name: str, gpu: str) -> dict[str, str] | None:
+    """Return the recipe's flags for a card; None if the card lacks kernels for the weights, or memory."""
+    one, device = RECIPES[name], recipe.CARDS[gpu].device
+    lacks_kernels = one.devices and device not in one.devices
+    if lacks_kernels or (name, gpu) in TOO_LARGE:
+        reason = rf"needs kernels that {gpu} \({device}\) lacks; use" if lacks_kernels else f"fits on 8 {gpu}"
+        with pytest.raises(ValueError, match=reason):
+            recipe.flags_on(one, gpu)
+        return None
+    return {flag.name: flag.value for flag in recipe.flags_on(one, gpu)}
+
+
+@pytest.mark.parametrize("gpu", COMPUTED)
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_command_for_a_card_fits_it_and_is_accepted(name: str, gpu: str) -> None:
+    """A draft with sliding layers does not follow the target to FlashInfer, which would wait for the GPU."""
+    flags, card = flags_on(name, gpu), recipe.CARDS[gpu]
+    if flags is None:
+        return
+    words = [word for flag in flags.items() for word in flag if word]
+    found = report.answer(report.arguments(raises=True).parse_args([*words, "--gpu-memory", str(card.gib)]))
+    assert found.results[Worker.PLUGIN].requests >= 1
+    arguments = replace(
+        ARGUMENTS,
+        device=card.device,
+        tp_size=int(flags.get("--tp-size", 1)),
+        target_backend=flags["--attention-backend"],
+        block_size=int(flags["--speculative-num-draft-tokens"]),
+    )
+    target, draft = published(*(flags[path] for path in PATHS))
+    config = combine(arguments, target, draft, read({}))
+    slides, other = any(draft.layer_windows), {"8.x": "fa3", "12.x": "fa4"}[card.like]
+    assert config.draft_attention_backend == (other if slides else "flashinfer")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [("qwen3-8b", "rtx3090"), ("qwen3.6-27b-awq", "rtx4090"), ("qwen3.6-27b-nvfp4", "rtx5090")],
+)
+def test_sglang_parses_the_commands_of_small_cards(name: str, gpu: str, launch: Any, pair: dict[str, str]) -> None:
+    local = dict(zip(PATHS, (pair["hybrid"], pair["draft"]), strict=True))
+    words = [word for flag in (flags_on(name, gpu) | local).items() for word in flag if word]
+    ended = launch("parse", *words, env={"FIELDS": json.dumps(["chunked_prefill_size", "mem_fraction_static"])})
+    assert ended.code == 0, ended.err
+    if gpu == "rtx3090":
+        fields = json.loads(ended.out.splitlines()[-1])["fields"]
+        assert fields == {"chunked_prefill_size": 2048, "mem_fraction_static": 0.829}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ("qwen3-8b --gpu rtx4090", r"# +--mem-fraction-static: computed: 1 requests of 8,192 tokens at once\n"),
+        ("qwen3-8b --gpu rtx4090 --run", r"^$"),
+        (
+            "gpt-oss-20b --gpu rtx4090",
+            "recipe: the sizes of gpt-oss-20b are not known, so its flags for rtx4090 cannot",
+        ),
+        ("qwen3.6-27b-nvfp4 --gpu rtx3090", r"recipe: nvidia/Qwen3.6-27B-NVFP4 needs kernels that rtx3090 \(sm80\)"),
+        ("qwen3.5-122b-a10b --gpu rtx3090", "recipe: no request of qwen3.5-122b-a10b fits on 8 rtx3090"),
+    ],
+)
+def test_a_card_gets_computed_flags_or_a_reason(
+    asked: str, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[str]()
+    monkeypatch.setattr(os, "execv", lambda program, argv: started.extend(argv))
+    recipe.main(asked.split())
+    printed = capsys.readouterr()
+    assert re.search(sentence, printed.out + printed.err)
+    assert ("--cuda-graph-max-bs-decode" in started) == ("--run" in asked)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +310,7 @@ def test_a_gpu_has_the_flags_of_its_generation(gpu: str, other: str, capsys: pyt
         ),
         (
             "gpt-oss-120b",
-            r"An H100 has little more than half its memory\. If the model does not fit, set a larger --tp-size",
+            r"This card has 57% of its memory\. If the model does not fit, set a larger --tp-size",
         ),
     ],
 )
@@ -242,7 +323,10 @@ def test_requests_on_an_h100_are_computed(asked: str, sentence: str, capsys: pyt
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["qwen3-8b"], "no GPU is named for qwen3-8b; give --gpu h200 or b200 or h100 or b300"),
+        (
+            ["qwen3-8b"],
+            "no GPU is named for qwen3-8b; give --gpu with one of a100-80, l40s, rtx3090, rtx4090, rtx5090, ",
+        ),
         (["qwen3-8b", "--gpu", "h20"], "invalid choice: 'h20'"),
         (["qwen3-9b", "--gpu", "h200"], "there is no recipe qwen3-9b; did you mean qwen3.5-9b?"),
         (["--gpu", "h200"], "found no NAME; `sglang-dflash recipe` lists all"),
@@ -259,8 +343,9 @@ def test_wrong_arguments_are_refused(argv: list[str], sentence: str, capsys: pyt
 
 
 def test_the_page_has_the_table() -> None:
-    table = "\n".join(recipe_table.rows())
-    assert table in (DOCS / "recipes.md").read_text(), "run `python -m tests.tools.tables.write`"
+    page = (DOCS / "recipes.md").read_text()
+    for rows in (recipe_table.rows(), recipe_table.card_rows()):
+        assert "\n".join(rows) in page, "run `python -m tests.tools.tables.write`"
 
 
 # -- levels of evidence in the table --------------------------------------------------------------------------------

@@ -62,11 +62,11 @@ class TargetSizes:
 
     Attributes:
         weight_bytes: total of all ranks.
-        weights_from: source of `weight_bytes`, as text.
+        itemsize: bytes per weight as loaded, quantized weights aside. The draft is loaded in the same dtype.
+        weights_from, source: sources of `weight_bytes` and of the config, as text.
         image_width: hidden size of the image encoder; 0 if there is none.
         context_length: largest number of tokens of a request: the target's limit, or the server's.
         fp8_head_bytes: bytes of an fp8 copy of the head, total of all ranks.
-        source: source of the config, as text.
     """
 
     name: str
@@ -79,6 +79,7 @@ class TargetSizes:
     context_length: int
     fp8_head_bytes: int
     source: str
+    itemsize: int = 2
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,22 @@ TIERS = (
 )
 
 
-def default_mem_fraction(card_gib: float, *, tp_size: int, image_width: int, max_requests: int | None = None) -> float:
+def default_mem_fraction(
+    card_gib: float, *, tp_size: int, image_width: int, max_requests: int | None = None, chunk: int | None = None
+) -> float:
     """Return SGLang 0.5.23's default --mem-fraction-static on CUDA (`handle_gpu_memory_settings`).
 
-    `max_requests`: `--max-running-requests` if it is given.
+    Args:
+        card_gib: memory of the card.
+        tp_size: number of ranks.
+        image_width: hidden size of the image encoder; 0 if there is none.
+        max_requests: `--max-running-requests` if it is given.
+        chunk: `--chunked-prefill-size` if it is given.
     """
     tier = next(tier for tier in TIERS if card_gib < tier.below_gib)
     max_batch = tier.max_batch_tp4 if tp_size >= 4 else tier.max_batch
     max_batch = min(max_batch, max_requests or max_batch)
-    reserved = 512 + tier.chunk * 1.5 + tp_size / 8 * 1024 + max_batch * 2 + tier.n_prefill_graphs * 8
+    reserved = 512 + (chunk or tier.chunk) * 1.5 + tp_size / 8 * 1024 + max_batch * 2 + tier.n_prefill_graphs * 8
     if card_gib > 60:
         reserved = max(reserved, 10 * 1024)
     fraction = round(1 - reserved / (card_gib * 1024), 3)

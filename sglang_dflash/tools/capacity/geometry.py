@@ -18,6 +18,7 @@ from sglang_dflash.engine.draft.fields import Fields
 from sglang_dflash.engine.memory.sizes import AttentionSizes, RecurrentSizes, fp8_head_bytes
 from sglang_dflash.tools.capacity import known_models as models
 from sglang_dflash.tools.capacity.division import DraftSizes, TargetSizes
+from sglang_dflash.tools.capacity.quantized import has_fp8_kv
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOADED_ITEMSIZES = ITEMSIZES | {"float": 4, "half": 2}  # values of --dtype
@@ -119,9 +120,9 @@ def read_target(model: str, itemsize: int | None = None) -> TargetSizes:
     Raises:
         ValueError: there is no such model, or its memory cannot be computed.
     """
-    folder, whole, source = _find(model, models.TARGETS)
-    config = Config(whole, model)
-    weights, weights_from = _weights(folder, config)
+    folder, found = _find(model, models.TARGETS)
+    config = Config(found.config, model)
+    weights, weights_from = _weights(folder, config, found.total_size)
     itemsize = itemsize or min(config.itemsize, 2)  # SGLang loads float32 as float16 by default
     if not config.is_quantized:
         weights = weights * itemsize // config.itemsize
@@ -132,16 +133,17 @@ def read_target(model: str, itemsize: int | None = None) -> TargetSizes:
             kinds.count("full_attention"),
             config.count("num_key_value_heads"),
             config.head_dim,
-            itemsize,
+            1 if has_fp8_kv(config.whole, folder) else itemsize,
         ),
+        itemsize=itemsize,
         recurrent=_recurrent(config, kinds.count("linear_attention")),
         n_heads=config.count("num_attention_heads"),
         weight_bytes=weights,
         weights_from=weights_from,
         context_length=config.count("max_position_embeddings", LONGEST),
         fp8_head_bytes=fp8_head_bytes(config.count("vocab_size"), config.count("hidden_size")),
-        image_width=Config(whole["vision_config"], model).count("hidden_size") if whole.get("vision_config") else 0,
-        source=source,
+        image_width=Config(vision, model).count("hidden_size") if (vision := config.whole.get("vision_config")) else 0,
+        source=found.source,
     )
 
 
@@ -158,8 +160,8 @@ def read_draft(model: str, quantization: str | None = None, itemsize: int | None
         ValueError: there is no such model, its dtype is unknown, or see `checkpoint.parse`.
         NotSupported: see `checkpoint.parse`.
     """
-    _, config, source = _find(model, models.DRAFTS)
-    draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # memory does not depend on the id
+    config, source, *_ = _find(model, models.DRAFTS)[1]
+    draft = checkpoint.parse({"mask_token_id": 0, **config}, model)  # memory does not depend on the id
     itemsize = itemsize or Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
     sizes = {name: prod(shape) for name, shape in tensors.expected_shapes(draft).items()}
     sizes.pop("embed_tokens.weight", None)  # one row is kept
@@ -180,15 +182,14 @@ def read_draft(model: str, quantization: str | None = None, itemsize: int | None
     )
 
 
-def _find(model: str, known: Mapping[str, models.Model]) -> tuple[Path | None, dict[str, Any], str]:
-    """Return a model's folder (None if it is only known by name), its config.json, and the config's source."""
+def _find(model: str, known: Mapping[str, models.Model]) -> tuple[Path | None, models.Model]:
+    """Return a model's folder (None if it is only known by name), and its config.json with the config's source."""
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        found = models.find(model, known)
-        return None, dict(found.config), found.source
+        return None, models.find(model, known)
     config = draft_files.read_object(file, "give a model's directory or its config.json")
-    return file.parent, config, str(file)
+    return file.parent, models.Model(config, str(file))
 
 
 def _recurrent(config: Config, n_layers: int) -> RecurrentSizes | None:
@@ -209,8 +210,10 @@ def _recurrent(config: Config, n_layers: int) -> RecurrentSizes | None:
 # -- weights -------------------------------------------------------------------------------------------------------
 
 
-def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
+def _weights(folder: Path | None, config: Config, total_size: int) -> tuple[int, str]:
     """Return the bytes of the target's weights, and the source of this number as text."""
+    if total_size:
+        return total_size, "as stated for the published files, their own drafter included"
     if folder and (folder / INDEX).is_file():
         return _of_index(folder / INDEX)
     if files := sorted(folder.glob("*.safetensors")) if folder else []:

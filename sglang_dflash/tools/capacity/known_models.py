@@ -1,6 +1,7 @@
 """Targets and drafts whose published configs are in `assets/models.json`.
 
-The file contains only the fields from which memory is computed, named as in config.json, and each config's source.
+The file contains only the fields from which memory is computed, named as in config.json, and each config's source. A
+quantized target has the config of the target named `like`, and the bytes of its files, as its page states them.
 """
 
 import json
@@ -18,10 +19,15 @@ class Model(NamedTuple):
     config: Mapping[str, Any]
     source: str
     draft: str = ""  # if the model is a target, the name of its DFlash draft
+    total_size: int = 0  # bytes of its files, its own drafter included, if config.json does not determine them
 
 
 def _read(kind: str) -> Mapping[str, Model]:
-    return MappingProxyType({name: Model(**fields) for name, fields in json.loads(FILE.read_text())[kind].items()})
+    listed, found = json.loads(FILE.read_text())[kind], {}
+    for name, fields in listed.items():
+        like = listed.get(fields.pop("like", ""), {"config": {}})
+        found[name] = Model(**{"draft": like.get("draft", "")} | fields | {"config": like["config"] | fields["config"]})
+    return MappingProxyType(found)
 
 
 TARGETS, DRAFTS = _read("targets"), _read("drafts")

@@ -39,6 +39,12 @@ from sglang_dflash.tools.capacity.options import arguments, page_size, radix_sta
 RATIOS = [tenth / 10 for tenth in range(1, 101)]  # tried values of --mamba-full-memory-ratio
 TP_SIZES = (2, 4, 8)
 LIMITS = {"--max-total-tokens": "max_tokens", "--max-mamba-cache-size": "n_states"}  # flag -> field of `Serving`
+SMALL_CHUNK, SMALL_BATCH = 2048, 8  # tried tokens of a prefill chunk and requests at once, if no request fits
+COUNTED = {  # flag of `small_card` -> field of `Serving`
+    "--mem-fraction-static": "mem_fraction",
+    "--max-running-requests": "max_requests",
+    "--mamba-full-memory-ratio": "mamba_ratio",
+}
 WINDOW = 4096  # tried value of --speculative-draft-window-size
 MORE = "for more, raise --mem-fraction-static, use more or larger cards, or lower --context"
 NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
@@ -121,8 +127,8 @@ def pair(options: argparse.Namespace) -> tuple[TargetSizes, DraftSizes]:
         target = dataclasses.replace(target, recurrent=recurrent)
     if options.context_length:
         target = dataclasses.replace(target, context_length=options.context_length)
-    itemsize = target.attention.itemsize  # the draft is loaded in the target's dtype
-    draft = geometry.read_draft(options.draft or models.draft_of(options.model), options.draft_quantization, itemsize)
+    name = options.draft or models.draft_of(options.model)
+    draft = geometry.read_draft(name, options.draft_quantization, target.itemsize)
     if options.kv_cache_dtype in geometry.KV_ITEMSIZES:
         of_kv = dataclasses.replace(target.attention, itemsize=geometry.KV_ITEMSIZES[options.kv_cache_dtype])
         target = dataclasses.replace(target, attention=of_kv)
@@ -159,10 +165,39 @@ def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
     if worker is Worker.PLUGIN and not now.ring_bytes:
         tried[f"--speculative-draft-window-size {WINDOW}"] = then(window=WINDOW)
     if not now.requests:
+        of_small = small_card(report)
+        if report.target.recurrent and serving.n_states is None:
+            of_small["--mamba-full-memory-ratio"] = max(
+                RATIOS, key=lambda ratio: then(**changes_of(of_small | {"--mamba-full-memory-ratio": ratio}))
+            )
+        tried[" ".join(f"{flag} {value}" for flag, value in of_small.items())] = then(**changes_of(of_small))
         counts = heads(report.target, report.draft).values()
         cards = (tp_size for tp_size in TP_SIZES if not any(count % tp_size for count in counts))
         tried |= next(({f"--tp-size {n}": then(tp_size=n)} for n in cards if then(tp_size=n)), {})
     yield from ((flag, n) for flag, n in tried.items() if n > now.requests)
+
+
+def small_card(report: Report) -> dict[str, float]:
+    """Return the values of flags that leave less memory for prompts and graphs."""
+    found = default_mem_fraction(
+        report.card_gib,
+        tp_size=report.serving.tp_size,
+        image_width=report.target.image_width,
+        max_requests=SMALL_BATCH,
+        chunk=SMALL_CHUNK,
+    )
+    fraction = max(int(found * 1000) / 1000, report.serving.mem_fraction)
+    return {
+        "--mem-fraction-static": fraction,
+        "--chunked-prefill-size": SMALL_CHUNK,
+        "--max-running-requests": SMALL_BATCH,
+        "--cuda-graph-max-bs-decode": SMALL_BATCH,
+    }
+
+
+def changes_of(flags: Mapping[str, float]) -> dict[str, float]:
+    """Return the fields of `Serving` that `flags` set, with their values."""
+    return {COUNTED[flag]: value for flag, value in flags.items() if flag in COUNTED}
 
 
 # -- as text -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from sglang_dflash.tools.capacity import known_models as models
 from sglang_dflash.tools.capacity.division import Capacity, RadixStates, Serving, capacity
 from sglang_dflash.tools.capacity.fraction import default_mem_fraction
 from sglang_dflash.tools.capacity.options import CONTEXT
-from sglang_dflash.tools.recipe import GPUS, RECIPES, Recipe
+from sglang_dflash.tools.recipe import CARDS as CARDS_BY_NAME
+from sglang_dflash.tools.recipe import GPUS, RECIPES, Recipe, fitting, flags_on
 from tests.tools.tables.capacity import CARDS
 
 CARD_GIB = {"h200": CARDS["H200 141 GB"], "b200": CARDS["B200 192 GB"]}
@@ -61,6 +62,28 @@ def rows() -> list[str]:
     return head + [row(recipe) for recipe in RECIPES.values()]
 
 
+CARD_RECIPES = ("qwen3-4b", "qwen3-8b", "qwen3.6-27b", "qwen3.6-27b-awq", "qwen3.6-27b-fp8", "qwen3.6-27b-nvfp4")
+
+
+def card_rows() -> list[str]:
+    """Return the lines of the table of cards whose flags are computed."""
+    head = [f"| | {' | '.join(CARD_RECIPES)} |", "|---|" + "---|" * len(CARD_RECIPES)]
+    computed = [gpu for gpu, card in CARDS_BY_NAME.items() if card.like not in GPUS]
+    return head + [
+        f"| {gpu} | {' | '.join(card_cell(RECIPES[name], gpu) for name in CARD_RECIPES)} |" for gpu in computed
+    ]
+
+
+def card_cell(recipe: Recipe, gpu: str) -> str:
+    try:
+        flags = flags_on(recipe, gpu)
+    except ValueError:
+        return "-"
+    n_cards = next((flag.value for flag in flags if flag.name == "--tp-size"), "1")
+    is_small = any(flag.name == "--chunked-prefill-size" for flag in flags)
+    return f"{n_cards}: {fitting(flags, CARDS_BY_NAME[gpu].gib)[0]}{'*' if is_small else ''}"
+
+
 def row(recipe: Recipe) -> str:
     cells = " | ".join(cell(flags_of(recipe, gpu), gpu) for gpu in GPUS)
     return f"| {recipe.name} | {recipe.draft} | {cells} | {proof(recipe.architecture)} |"
@@ -80,4 +103,4 @@ def cell(flags: Mapping[str, str], gpu: str) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(rows()))
+    print("\n".join([*rows(), "", *card_rows()]))

@@ -21,6 +21,7 @@ def tables() -> Iterator[tuple[str, str]]:
     yield "environment.md", flags.table()
     yield "metrics.md", metrics.table()
     yield "recipes.md", "\n".join(recipe_table.rows())
+    yield "recipes.md", "\n".join(recipe_table.card_rows())
     yield "recipes.md", "\n".join(capacity.rows())
     yield "step-cost.md", "\n".join(step_cost.table())
 

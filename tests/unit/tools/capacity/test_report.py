@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from sglang_dflash.flags import Worker
 from sglang_dflash.tools.capacity import geometry, options
 from sglang_dflash.tools.capacity import known_models as models
 from sglang_dflash.tools.capacity import report as capacity_report
@@ -410,6 +411,53 @@ def test_damaged_weight_files_are_refused(file, content, sentence, tmp_path):
         read_target(folder)
 
 
+def test_flags_of_a_small_card_are_suggested(capsys):
+    """Qwen3-8B does not fit on 24 GB with SGLang's defaults, which leave 7 GB free."""
+    asked = ["--model", "Qwen3-8B", "--gpu-memory", "23.6"]
+    flags = (
+        "--mem-fraction-static 0.829 --chunked-prefill-size 2048 --max-running-requests 8 --cuda-graph-max-bs-decode 8"
+    )
+    assert capacity_report.main(asked) == 1
+    assert f"fits, bounded by weights; 1 with {flags} or " in capsys.readouterr().out
+    assert capacity_report.main([*asked, *flags.split()]) == 0
+    assert "sglang-dflash: 1 requests at once" in capsys.readouterr().out
+
+
+def test_a_small_card_with_recurrent_states_gets_their_ratio_too():
+    asked = ["--model", "Qwen3.6-27B-NVFP4", "--gpu-memory", "31.4", "--json"]
+    found = capacity_report.answer(options.arguments().parse_args(asked))
+    flags = next(flag for flag in dict(capacity_report.lifts(found, Worker.PLUGIN)) if flag.startswith("--mem"))
+    assert "--mamba-full-memory-ratio" in flags
+    assert capacity_report.main([*asked, *flags.split()]) == 0
+
+
+@pytest.mark.parametrize(
+    ("quantization", "file", "is_fp8"),
+    [
+        ({"quant_method": "modelopt", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, None, True),
+        ({"quant_method": "modelopt", "kv_cache_scheme": {"type": "float", "num_bits": 4}}, None, False),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, None, False),
+        ({"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}, None, True),
+        ({"quant_method": "modelopt"}, {"quantization": {"kv_cache_quant_algo": "FP8"}}, True),
+        ({"quant_method": "awq"}, None, False),
+    ],
+)
+def test_fp8_keys_and_values_of_a_checkpoint_are_counted(quantization, file, is_fp8, tmp_path):
+    folder = write(tmp_path, HYBRID | {"quantization_config": quantization})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 12345}}))
+    if file:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(file))
+    target = read_target(folder)
+    assert (target.attention.itemsize, target.itemsize) == (1 if is_fp8 else 2, 2)
+
+
+def test_a_draft_keeps_its_dtype_beside_fp8_keys_and_values():
+    nvfp4, bf16 = (computed("--model", f"Qwen3.6-27B{suffix}", "--page-size", "1") for suffix in ("-NVFP4", ""))
+    assert nvfp4.target.attention.itemsize == 1
+    assert nvfp4.draft == bf16.draft
+    assert computed("--model", "Qwen3.6-27B-NVFP4", "--kv-cache-dtype", "bf16").target.attention.itemsize == 2
+
+
 def test_promised_lifts_hold(capsys):
     """With each printed flag the capacity equals the number printed next to it."""
     for changes in ([], ["--context", "65536"], ["--gpu-memory", "60"], ["--max-running-requests", "4"]):
@@ -419,8 +467,7 @@ def test_promised_lifts_hold(capsys):
         assert promised["plugin"]["lifts"]
         for worker, result in promised.items():
             for flag, n in result["lifts"].items():
-                name, value = flag.split()
-                capacity_report.main([*asked, name, value])
+                capacity_report.main([*asked, *flag.split()])
                 assert json.loads(capsys.readouterr().out)["workers"][worker]["requests"] == n, flag
 
 
