@@ -139,9 +139,9 @@ def fitting(flags: Sequence[Flag], gib: float) -> tuple[int, list[Flag]] | None:
     return None
 
 
-def arguments(flags: Sequence[Flag], further: Sequence[str] = ()) -> list[str]:
-    """Return the arguments with which Python starts a server; `further`: flags to append."""
-    return [*SERVER, *(word for flag in flags for word in flag.words), *further]
+def arguments(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> list[str]:
+    """Return the arguments with which Python starts the recipe's server; `further`: flags to append."""
+    return [*SERVER, *(word for flag in flags_on(recipe, gpu) for word in flag.words), *further]
 
 
 def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
@@ -164,7 +164,7 @@ def at_once(recipe: Recipe, gpu: str, further: Sequence[str]) -> str:
         return f"This card has {share:.0%} of its memory. {cure}" if gpu in SMALLER else ""
     from sglang_dflash.tools.capacity import report  # imports take a tenth of a second
 
-    words = [*arguments(flags_on(recipe, gpu), further)[len(SERVER) :], "--gpu-memory", str(CARDS[gpu].gib)]
+    words = [*arguments(recipe, gpu, further)[len(SERVER) :], "--gpu-memory", str(CARDS[gpu].gib)]
     options = report.arguments(raises=True)
     try:
         found = report.answer(options.parse_args(words))
@@ -260,12 +260,12 @@ def main(argv: Sequence[str]) -> int:
         return 0
     recipe = RECIPES[options.name]
     try:
-        flags, printed = flags_on(recipe, options.gpu), text(recipe, options.gpu, further)
+        words, printed = arguments(recipe, options.gpu, further), text(recipe, options.gpu, further)
     except ValueError as error:
         print(f"recipe: {error}", file=sys.stderr)
         return 1
     if options.run:
-        os.execv(sys.executable, [sys.executable, *arguments(flags, further)])
+        os.execv(sys.executable, [sys.executable, *words])
     print(printed)
     return 0
 
