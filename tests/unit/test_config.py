@@ -127,15 +127,15 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         ),
         (
             {"tp_size": 2, "deepep_rows": 128, "max_requests": 34}, NotSupported,
-            r"^--moe-a2a-backend deepep: verifying 8 tokens of 34 requests is 136 rows per rank, .*\(128\); set "
-            r"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=136 .* --max-running-requests 32 or --deepep-mode normal$",
+            r"^SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=128 is too small: verifying 8 tokens of 34 requests sends "
+            r"136 rows per rank .*; set it to 136 .* --max-running-requests 32 or --deepep-mode normal$",
         ),
         (
             {
                 "deepep_rows": 128, "attention_dp": True, "dp_lm_head": True, "tp_size": 4, "attention_dp_size": 4,
                 "max_requests": 100,
             },
-            NotSupported, "8 tokens of 25 requests is 200 rows per rank, .*, or give --max-running-requests 64 or",
+            NotSupported, "8 tokens of 25 requests sends 200 rows per rank .*, or give --max-running-requests 64 or",
         ),
         ({"pp_size": 2}, NotSupported, "--pp-size 2: .* use --pp-size 1"),
         ({"attention_dp": True}, NotSupported, "without --enable-dp-lm-head .*; add --enable-dp-lm-head"),

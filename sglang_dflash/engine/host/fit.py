@@ -153,10 +153,9 @@ def check_deepep(arguments: Arguments, widths: Sequence[int]) -> None:
     n_rows = -(-n_requests * widths[-1] // n_ranks)  # rounded up
     if n_rows > limit:
         raise NotSupported(
-            f"--moe-a2a-backend deepep: verifying {widths[-1]} tokens of {n_requests} requests is {n_rows} rows per "
-            f"rank, more than DeepEP's buffers hold ({limit}); set "
-            f"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK={n_rows} (at most 1024), or give --max-running-requests "
-            f"{limit * n_ranks // widths[-1] * n_groups} or --deepep-mode normal"
+            f"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK={limit} is too small: verifying {widths[-1]} tokens of "
+            f"{n_requests} requests sends {n_rows} rows per rank through DeepEP's buffers; set it to {n_rows} (at most "
+            f"1024), or give --max-running-requests {limit * n_ranks // widths[-1] * n_groups} or --deepep-mode normal"
         )
 
 
