@@ -127,8 +127,8 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         ),
         (
             {"tp_size": 2, "deepep_rows": 128, "max_requests": 34}, NotSupported,
-            r"^SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=128 is too small: verifying 8 tokens of 34 requests sends "
-            r"136 rows per rank .*; set it to 136 .* --max-running-requests 32 or --deepep-mode normal$",
+            r"^SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=128 is too small: verifying 8 tokens of 34 requests "
+            r"sends 136 rows per rank .*; set it to 136 .* --max-running-requests 32 or --deepep-mode normal$",
         ),
         (
             {
