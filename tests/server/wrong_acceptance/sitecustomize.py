@@ -41,11 +41,11 @@ def spoil(build) -> None:
     honest_sample, honest_accept = build.Choice._sample, build.ACCEPT.on_cpu
     sampled = []
 
-    def sample(self, logits_TV, info, positions_BN):
+    def sample(self, logits_TV, info, positions_BN, *, keep_logits=False):
         temperature_T1 = info.temperatures.repeat_interleave(positions_BN.shape[1], dim=0)
         again_T, _ = honest_sample(self, logits_TV.clone(), info, positions_BN)
         sampled[:] = again_T.long().view(positions_BN.shape), (logits_TV / temperature_T1).softmax(dim=-1)
-        return honest_sample(self, logits_TV, info, positions_BN)
+        return honest_sample(self, logits_TV, info, positions_BN, keep_logits=keep_logits)
 
     def accept(tokens_BN, target_BN, prefix_len_B):
         if sampled:  # filled by `sample` in this step; empty in a greedy step
