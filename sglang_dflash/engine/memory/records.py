@@ -48,7 +48,12 @@ def record_values(params: BaseLinearStateParams) -> int:
 
 
 class RecordPool(MambaPool):
-    """SGLang's pool of recurrent states, with a record instead of a state for each token of a block."""
+    """SGLang's pool of recurrent states, with a record instead of a state for each token of a block.
+
+    The convolution's inputs before and in a block form a strip [tokens, channels]. The window after a token is a view
+    of a few tokens. SGLang's own strips are [channels, tokens]. There its convolution, which writes a window for
+    many channels at once, writes 2 bytes at a time.
+    """
 
     def __init__(
         self,
@@ -73,26 +78,21 @@ class RecordPool(MambaPool):
         # SGLang may round up the size of captured batches to a multiple of the number of ranks. The size may then
         # exceed the largest number of requests.
         n_rows = max(spec_state_size + 1, get_cuda_graph_max_batch_size(spec_state_size))
-        self.conv_window_axis = self._detect_conv_window_axis(shape.conv, shape.conv_kernel - 1)
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             record_LRNX = torch.zeros(n_layers, n_rows, n_tokens, record_values(cache_params), device=device)
-            strips, windows = zip(
-                *(
-                    self._allocate_deduplicated_conv_window(
-                        conv_shape=conv_shape,
-                        num_mamba_layers=n_layers,
-                        spec_state_size=spec_state_size,
-                        speculative_num_draft_tokens=n_tokens,
-                        conv_dtype=cache_params.dtype.conv,
-                    )
-                    for conv_shape in shape.conv
-                ),
-                strict=True,
-            )
-        self._intermediate_conv_window_phys = list(strips)
+            strips = [
+                torch.zeros(
+                    *(n_layers, spec_state_size + 1, n_tokens + n_kept - 1, n_channels),
+                    dtype=cache_params.dtype.conv,
+                    device=device,
+                )
+                for n_channels, n_kept in shape.conv
+            ]
+        windows = [strip.unfold(2, n_kept, 1) for strip, (_, n_kept) in zip(strips, shape.conv, strict=True)]
+        self._intermediate_conv_window_phys = strips
         persistent = cast(MambaPool.State, vars(self)["mamba_cache"])
         self.mamba_cache = self.SpeculativeState(
-            **vars(persistent), intermediate_ssm=record_LRNX, intermediate_conv_window=list(windows)
+            **vars(persistent), intermediate_ssm=record_LRNX, intermediate_conv_window=windows
         )
         self.n_key_heads = shape.num_k_heads_per_tp
         self.block_bytes = record_LRNX.nbytes + sum(strip.nbytes for strip in strips)

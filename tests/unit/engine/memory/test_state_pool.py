@@ -49,17 +49,28 @@ def test_every_request_of_a_captured_batch_has_a_record(monkeypatch: pytest.Monk
 
 def test_the_pool_differs_from_sglangs_only_in_states_per_token() -> None:
     ours, stock = make_pool(RecordPool, 4, 8), make_pool(MambaPool, 4, 8)
-    assert vars(ours).keys() >= vars(stock).keys()
+    assert vars(ours).keys() >= vars(stock).keys() - {"conv_window_axis"}  # read only by SGLang's own allocation
     for name, theirs in vars(stock.mamba_cache).items():
         mine = getattr(ours.mamba_cache, name)
         if name == "intermediate_ssm":
             assert theirs.nbytes > 7 * mine.nbytes
         elif isinstance(theirs, list):
-            assert [(x.shape, x.dtype, x.stride()) for x in mine] == [(x.shape, x.dtype, x.stride()) for x in theirs]
+            assert [(x.shape, x.dtype) for x in mine] == [(x.shape, x.dtype) for x in theirs]
         elif theirs is not None:
             assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
         else:
             assert mine is None
+
+
+def test_windows_overlap_as_in_sglangs_pool_and_channels_are_contiguous() -> None:
+    """A write to one token's window changes the windows of its neighbours, in both pools alike."""
+    (mine,), (theirs,) = (make_pool(kind, 4, 8).mamba_cache.intermediate_conv_window for kind in (RecordPool, MambaPool))
+    random = torch.Generator().manual_seed(0)
+    for slot in torch.randperm(8, generator=random):
+        mine[:, :, slot] = theirs[:, :, slot] = torch.randn(theirs[:, :, slot].shape, generator=random).to(theirs.dtype)
+        assert torch.equal(mine, theirs)
+    n_channels = mine.shape[3]
+    assert mine.stride()[2:] == (n_channels, 1, n_channels)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, pool: type[MambaPool], n_tokens: int) -> float:
