@@ -30,7 +30,6 @@ from sglang_dflash_kernels.gdn_block import L2_EPS, DeltaBlock, by_token, log_de
 from sglang_dflash_kernels.record import record_width
 
 SMALLEST = 16  # smallest side of a tile in `tl.dot`
-BLOCK_C = 32  # number of columns of the state in one product
 # With at least this number of heads in a launch, one program per head occupies about all multiprocessors of a GPU. An
 # A100 has 108 multiprocessors, an H200 132, a B200 148.
 MANY_HEADS = 128
@@ -117,19 +116,25 @@ def gdn_verify_torch(
 
 
 @triton.jit
-def _add_read(rows_NC, S_VC, sum_NV, PARTS: tl.constexpr):
-    """Return `sum_NV` + rows S^T, without rounding the factors.
+def _add_reads(q_NC, k_NC, S_VC, qS_NV, kS_NV, PARTS: tl.constexpr):
+    """Return `qS_NV` + q S^T and `kS_NV` + k S^T, without rounding the factors.
 
     With PARTS > 0, S is split into a sum of PARTS bf16 numbers, the largest first. The bf16 rows are multiplied by each
-    of these numbers. With PARTS = 0, products are fp32.
+    of these numbers. A number but the last is the upper half of the bits of what is left, which takes fewer
+    instructions than rounding. Sums are exact if S is above 1e-33. With PARTS = 0, products are fp32.
     """
     if PARTS == 0:
-        sum_NV = tl.dot(rows_NC.to(tl.float32), tl.trans(S_VC), sum_NV, input_precision="ieee")
-    for _ in tl.static_range(PARTS):
-        part_VC = S_VC.to(tl.bfloat16)
-        sum_NV = tl.dot(rows_NC, tl.trans(part_VC), sum_NV)
-        S_VC -= part_VC.to(tl.float32)
-    return sum_NV
+        qS_NV = tl.dot(q_NC.to(tl.float32), tl.trans(S_VC), qS_NV, input_precision="ieee")
+        kS_NV = tl.dot(k_NC.to(tl.float32), tl.trans(S_VC), kS_NV, input_precision="ieee")
+    for part in tl.static_range(PARTS):
+        part_VC = S_VC
+        if part < PARTS - 1:
+            part_VC = (S_VC.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        part_CV = tl.trans(part_VC.to(tl.bfloat16))
+        qS_NV = tl.dot(q_NC, part_CV, qS_NV)
+        kS_NV = tl.dot(k_NC, part_CV, kS_NV)
+        S_VC -= part_VC
+    return qS_NV, kS_NV
 
 
 @triton.jit
@@ -168,14 +173,13 @@ def _gdn_verify_kernel(
     x_N = tl.load(a + t_N * stride_a + h, mask=in_N, other=0).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
     rate = -tl.exp(tl.load(A_log + h).to(tl.float32))
     beta_N = tl.sigmoid(tl.load(b + t_N * stride_b + h, mask=in_N, other=0).to(tl.float32))
-    v_NV = tl.load(v + t_N[:, None] * stride_v + h * V + row[None], mask=here_NV, other=0)
     if slot < 0:
         tl.store(out_NV, tl.zeros([BLOCK_N, BLOCK_V], out.dtype.element_ty), mask=here_NV)
         return
 
     # q and k are multiplied as given, because products of bf16 numbers are exact. Their norms are divided out below.
-    qq_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    kk_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    qq_N = tl.zeros([BLOCK_N], tl.float32)
+    kk_N = tl.zeros([BLOCK_N], tl.float32)
     qk_NN = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     kk_NN = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     qS_NV = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
@@ -188,14 +192,15 @@ def _gdn_verify_kernel(
         q_NC = tl.load(q + t_N[:, None] * stride_q + g * K + column[None], mask=here_NC, other=0)
         k_NC = tl.load(k + t_N[:, None] * stride_k + g * K + column[None], mask=here_NC, other=0)
         S_VC = tl.load(state + cell_VC, mask=here_VC, other=0).to(tl.float32)
-        qq_NC += q_NC.to(tl.float32) * q_NC.to(tl.float32)
-        kk_NC += k_NC.to(tl.float32) * k_NC.to(tl.float32)
+        qq_N += tl.sum(q_NC.to(tl.float32) * q_NC.to(tl.float32), axis=1)
+        kk_N += tl.sum(k_NC.to(tl.float32) * k_NC.to(tl.float32), axis=1)
         qk_NN = tl.dot(q_NC, tl.trans(k_NC), qk_NN, input_precision="ieee")
         kk_NN = tl.dot(k_NC, tl.trans(k_NC), kk_NN, input_precision="ieee")
-        qS_NV = _add_read(q_NC, S_VC, qS_NV, PARTS)
-        kS_NV = _add_read(k_NC, S_VC, kS_NV, PARTS)
-    per_q_N = scale / tl.sqrt(tl.sum(qq_NC, axis=1) + eps)
-    per_k_N = 1.0 / tl.sqrt(tl.sum(kk_NC, axis=1) + eps)
+        qS_NV, kS_NV = _add_reads(q_NC, k_NC, S_VC, qS_NV, kS_NV, PARTS)
+    # v is not needed before the triangular system is solved. Loaded earlier, it would occupy registers in the loop.
+    v_NV = tl.load(v + t_N[:, None] * stride_v + h * V + row[None], mask=here_NV, other=0)
+    per_q_N = scale / tl.sqrt(qq_N + eps)
+    per_k_N = 1.0 / tl.sqrt(kk_N + eps)
 
     softplus_N = tl.where(x_N <= 20.0, tl.log(1.0 + tl.exp(tl.minimum(x_N, 20.0))), x_N)
     total_N = tl.cumsum(tl.where(in_N, rate * softplus_N, 0.0), axis=0)
@@ -238,32 +243,49 @@ def gdn_verify_triton(
     out_THV = torch.empty_like(x.v_THV, memory_format=torch.contiguous_format)
     N = len(x.q_TGK) // B
     block_n, block_v, block_k = (max(SMALLEST, triton.next_power_of_2(size)) for size in (N, V, K))
-    block_v, n_warps = geometry(B * H, block_v)
+    shape = geometry(B * H, block_n, block_v)
     parts = N_BFLOAT16S[state_SHVK.dtype] if x.q_TGK.dtype == x.k_TGK.dtype == torch.bfloat16 else 0
-    _gdn_verify_kernel[(triton.cdiv(V, block_v), H, B)](
+    _gdn_verify_kernel[(triton.cdiv(V, shape.rows), H, B)](
         *x,
         *(state_SHVK, slot_B, record_RNX, out_THV),
         *(rows.stride(0) for rows in (*x[:5], state_SHVK, record_RNX)),
         *(K**-0.5, L2_EPS, N),
-        *(H, G, V, K, record_RNX.shape[-1], block_n, block_v, block_k, min(BLOCK_C, block_k), parts),
-        num_warps=n_warps,
+        *(H, G, V, K, record_RNX.shape[-1], block_n, shape.rows, block_k, min(shape.columns, block_k), parts),
+        num_warps=shape.warps,
         num_stages=3,
+        maxnreg=shape.max_registers,
     )
     return out_THV
 
 
-def geometry(n_heads: int, block_v: int) -> tuple[int, int]:
-    """Return the number of state rows per program, and the number of warps per program.
+class Geometry(NamedTuple):
+    """Shape of a program."""
 
-    A program computes a tile: some or all rows of one head's state. All tiles of a head solve the same small triangular
-    system, so one tile per head needs the fewest instructions. With fewer heads than multiprocessors a program's
-    latency dominates. A tile of a quarter of a head has half the latency of a whole head.
+    rows: int  # of a head's state
+    columns: int  # of the state in one product
+    warps: int
+    max_registers: int | None = None  # per thread; None: the compiler decides
+
+
+def geometry(n_heads: int, block_n: int, block_v: int) -> Geometry:
+    """Return the shape of the programs of a launch. Smaller programs finish sooner, but more of them run.
+
+    With fewer heads than multiprocessors, a program's latency dominates, so a program computes a quarter of a head.
+    With more heads, it matters how many programs run at once. Six programs of half a head fit on a multiprocessor, if a
+    thread takes at most 168 registers. So an H200 runs 396 heads at once. Blocks of more than 16 tokens would take more
+    registers. For these, one program computes a head.
 
     Args:
         n_heads: number of value heads of all requests of the launch.
+        block_n: number of tokens per block, padded to a power of two.
         block_v: number of rows of a head's state, padded to a power of two.
     """
-    return (min(128, block_v), 8) if n_heads >= MANY_HEADS else (min(32, block_v), 4)
+    is_short = block_n == SMALLEST
+    if n_heads < MANY_HEADS:
+        return Geometry(rows=min(32, block_v), columns=64 if is_short else 32, warps=4)
+    if is_short:
+        return Geometry(rows=min(64, block_v), columns=16, warps=2, max_registers=168)
+    return Geometry(rows=min(128, block_v), columns=32, warps=8)
 
 
 GDN_VERIFY = Forms(on_cpu=gdn_verify_torch, on_gpu=gdn_verify_triton)

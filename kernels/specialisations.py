@@ -62,9 +62,9 @@ def append_context(*, n_kept: bool) -> Hashable:
 
 
 def gdn_verify(n_requests: int, n_tokens: int, n_value_heads: int, value_width: int) -> Hashable:
-    """Return the key: the padded number of tokens per block, then state rows and warps per program (`geometry`)."""
-    block_v = max(SMALLEST, triton.next_power_of_2(value_width))
-    return max(SMALLEST, triton.next_power_of_2(n_tokens)), *geometry(n_requests * n_value_heads, block_v)
+    """Return the key: the padded number of tokens per block, then the shape of a program (`geometry`)."""
+    block_n, block_v = (max(SMALLEST, triton.next_power_of_2(size)) for size in (n_tokens, value_width))
+    return block_n, *geometry(n_requests * n_value_heads, block_n, block_v)
 
 
 def gdn_fold(*, tracked: bool) -> Hashable:
