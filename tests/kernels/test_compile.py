@@ -49,6 +49,8 @@ def test_kernels_spill_nothing_and_a_server_compiles_what_is_listed() -> None:
     verify = [row for row in compiled if row["kernel"] == "gdn_verify"]
     assert all(row["tensor"] for row in verify)
     assert all(row["resident"] >= 2 for row in compiled if not row["wide"])
+    short_blocks = [row for row in verify if not row["wide"]]
+    assert {row["resident"] for row in short_blocks if row["warps"] == 2} == {6}, "8 requests are one wave"
 
 
 @pytest.mark.full
@@ -58,6 +60,15 @@ def test_published_models_on_every_architecture(arch: str) -> None:
     compiled = compile_kernels("--archs", arch)
     fp8 = [row for row in compiled if "float8" in row["launch"]]
     assert bool(fp8) == (arch != "80")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["86", "89", "120"])
+def test_workstation_gpus_run_more_than_one_program_per_multiprocessor(arch: str) -> None:
+    """These GPUs have 99 KiB of shared memory per program and 48 warps. Fp8 caches compile from sm_89 on."""
+    compiled = compile_kernels("--archs", arch, "--short")
+    assert bool([row for row in compiled if "float8" in row["launch"]]) == (arch != "86")
+    assert [row for row in compiled if row["resident"] < 2 and not row["wide"]] == []
 
 
 COPIES = """
@@ -93,6 +104,25 @@ def test_searches_of_long_histories_are_short() -> None:
     rows = json.loads(run.stdout)
     assert [n_branches for _, n_branches in rows] == [1] * 4
     assert all(us < limit for (us, _), limit in zip(rows, (10, 12, 25, 70), strict=True)), rows
+
+
+@pytest.mark.ci
+def test_readme_has_the_computed_waves_and_times() -> None:
+    run = python("-m", "tests.tools.tables.kernel_waves")
+    assert run.returncode == 0, run.stderr
+    waves, times = run.stdout.rstrip().split("\n\n")
+    page = (ROOT / "kernels/README.md").read_text()
+    assert waves in page
+    assert times in page
+
+
+@pytest.mark.ci
+def test_sglangs_convolution_writes_contiguous_windows() -> None:
+    """A thread writes pairs of channels at once. With SGLang's strips it writes single channels, 2 bytes each."""
+    run = python("-m", "tests.tools.conv_windows")
+    assert run.returncode == 0, run.stderr
+    stores = json.loads(run.stdout.splitlines()[-1])
+    assert stores == {"plugin": {"2": 8, "4": 64}, "SGLang": {"2": 104, "4": 16}}
 
 
 WRONG = """

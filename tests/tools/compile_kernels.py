@@ -1,6 +1,6 @@
 """Compile every kernel for GPUs that are not present, and read the machine code.
 
-    python -m tests.tools.compile_kernels [--archs 80 90 100] [--short]
+    python -m tests.tools.compile_kernels [--archs 80 86 89 90 100 120] [--short]
 
 The package's launch functions run on meta tensors with the sizes of published models, so dtypes, strides and
 specialisations equal those of a server. With `Driver`, Triton compiles but does not launch.
@@ -17,6 +17,7 @@ Columns:
 - `registers` and bytes of `stack` of a thread
 - bytes of `shared` memory of a program
 - `resident` programs per multiprocessor
+- `waves`: programs of the launch, divided by the programs that the GPU runs at once
 - number of `instructions`, and of these the `tensor`-core instructions
 - `loops`: number of instructions of each innermost loop
 
@@ -27,6 +28,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator
@@ -93,8 +95,14 @@ class Device(NamedTuple):
         return min(by_registers, self.warps // n_warps, self.shared_bytes // (shared + 1024), 32)
 
 
-DEVICES = {80: Device(108, 164 << 10, 166912), 90: Device(132, 228 << 10, 232448), 100: Device(148, 228 << 10, 232448)}
-
+DEVICES = {
+    80: Device(108, 164 << 10, 166912),  # A100
+    86: Device(82, 100 << 10, 101376, warps=48),  # RTX 3090
+    89: Device(128, 100 << 10, 101376, warps=48),  # RTX 4090
+    90: Device(132, 228 << 10, 232448),  # H200
+    100: Device(148, 228 << 10, 232448),  # B200
+    120: Device(170, 100 << 10, 101376, warps=48),  # RTX 5090
+}
 
 OTHERS = (Second(S=4, H=2048, J=16, K=10, R=64), Second(S=3, H=2880, J=90, K=1, R=96))  # sizes of no published draft
 
@@ -115,6 +123,16 @@ class Compiled(NamedTuple):
     n_warps: int
     shared: int
     code: sass.Code
+
+    @property
+    def n_programs(self) -> int:
+        return math.prod(self.grid)
+
+    def resident(self, device: Device) -> int:
+        return device.resident(self.code.registers, self.n_warps, self.shared)
+
+    def waves(self, device: Device) -> float:
+        return self.n_programs / (device.n_multiprocessors * self.resident(device))
 
 
 # -- a driver without a device ---------------------------------------------------------------------------------------
@@ -324,19 +342,19 @@ def complaints(compiled: Compiled) -> Iterator[str]:
 
 
 def row(compiled: Compiled, arch: int) -> dict[str, Any]:
-    code = compiled.code
-    resident = DEVICES[arch].resident(code.registers, compiled.n_warps, compiled.shared)
+    code, device = compiled.code, DEVICES[arch]
     return {
         "arch": arch, "kernel": compiled.launch.kernel, "launch": compiled.launch.detail, "wide": compiled.launch.wide,
         "specialisation": str(compiled.launch.specialisation), "grid": compiled.grid, "warps": compiled.n_warps,
-        "registers": code.registers, "stack": code.stack, "shared": compiled.shared, "resident": resident,
+        "registers": code.registers, "stack": code.stack, "shared": compiled.shared,
+        "resident": compiled.resident(device), "waves": round(compiled.waves(device), 2),
         "instructions": len(code.instructions), "loops": [loop.last - loop.first + 1 for loop in code.loops],
         "tensor": code.count("HMMA", "HGMMA", "UTCHMMA"),
     }  # fmt: skip
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    columns = ("warps", "registers", "stack", "shared", "resident", "instructions", "tensor")
+    columns = ("warps", "registers", "stack", "shared", "resident", "waves", "instructions", "tensor")
     print(f"{'kernel':<15}{'launch':<42}{'grid':>15}{''.join(f'{name:>13}' for name in columns)}  loops")
     for one in rows:
         cells = "".join(f"{one[name]:>13}" for name in columns)

@@ -4,8 +4,15 @@
 
 Setting: Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. A row of the table is a
 part of a step. Its time is the larger of bytes / bandwidth and FLOP / rate of a large matrix product. A step is the sum
-of all rows. The times of this plugin's recurrent kernels and of n-gram copies were measured on an H200. For SGLang's
-kernels only bytes are counted.
+of all rows. The times of n-gram copies were measured on an H200.
+
+Recurrent states: this plugin's commit was measured on an H200 (kernels/README.md). Its verify is predicted from machine
+code. The prediction is multiplied by measured / predicted time of the kernel's version of 2026-11-27, 1.3 to 1.6. For
+SGLang's kernels only bytes are counted.
+
+Convolution windows: SGLang's kernel writes three inputs per channel and token. The L2 cache writes sectors of 32 bytes.
+In this plugin's strips, the channels of a token are adjacent, so sectors are full. In SGLang's strips, neighbouring
+channels lie N + 2 inputs apart, so each input of 2 bytes takes a sector (tests/tools/conv_windows.py).
 """
 
 from collections.abc import Iterator
@@ -20,7 +27,12 @@ HEAD_BYTES = 2 * VOCABULARY * HIDDEN
 DRAFT_BYTES, CONTEXT_KV_BYTES = 3.2e9, 367e6
 STATES_BYTES = GDN_LAYERS * 4 * 48 * 128 * 128  # per request
 OUTSIDE_MS = 0.1  # small kernels outside captured graphs, and the gaps between them
-VERIFY_MS, FOLD_MS = {1: 0.57, 8: 1.35, 32: 4.04}, {1: 0.13, 8: 0.75, 32: 3.15}
+FOLD_MS = {1: 0.13, 8: 0.75, 32: 3.15}
+VERIFY_US = {1: 5.4, 8: 8.3, 32: 33.2}  # a layer, predicted by kernel_waves.py
+# The version of 2026-11-27, predicted in the same way, and measured minus an empty launch.
+EARLIER_US, EARLIER_MEASURED_US = {1: 6.3, 8: 16.7, 32: 50.2}, {1: 8.1, 8: 24.4, 32: 80.4}
+CONV_CHANNELS, CONV_KEPT, CONV_BYTES = 10240, 3, 2  # of a layer; inputs in a window, and bytes of an input
+SECTOR_BYTES, L2_BYTES_PER_MS = 32, 5.5e9  # L2 rate: assumed from microbenchmarks of an H100
 # `copy_draft` and `weigh_copies` by number of requests, with 32k tokens of history each, in
 # launch/results/2026-11-27-h200-prove.json
 COPY_MS = {1: 0.021, 8: 0.024, 32: 0.037}
@@ -41,16 +53,24 @@ def product(n_bytes: float, n_rows: int) -> float:
     return max(n_bytes / BYTES_PER_MS, n_bytes * n_rows / FLOP_PER_MS)
 
 
+def window_writes(bytes_per_input: int) -> dict[int, float]:
+    """Return the milliseconds of writes to the L2 cache, by number of requests. An input takes `bytes_per_input`."""
+    n_inputs = GDN_LAYERS * N * CONV_KEPT * CONV_CHANNELS
+    return {B: B * n_inputs * bytes_per_input / L2_BYTES_PER_MS for B in BATCHES}
+
+
 def rows() -> list[StageCost]:
     def both(part: str, ms: dict[int, float]) -> StageCost:
         return StageCost(part, ms, ms)
 
+    verify = {B: GDN_LAYERS * VERIFY_US[B] * EARLIER_MEASURED_US[B] / EARLIER_US[B] / 1000 for B in BATCHES}
     snapshots = {B: B * STATES_BYTES * (1 + N) / STATE_BYTES_PER_MS for B in BATCHES}
     scatter = {B: B * STATES_BYTES * 2 / STATE_BYTES_PER_MS for B in BATCHES}
     return [
         both("the target's products", {B: product(TARGET_BYTES, B * N) for B in BATCHES}),
         both("logits to fp32, argmax", {B: 12 * B * N * VOCABULARY / BYTES_PER_MS for B in BATCHES}),
-        StageCost("recurrent states, verify", VERIFY_MS, snapshots),
+        StageCost("recurrent states, verify", verify, snapshots),
+        StageCost("convolution windows", window_writes(CONV_BYTES), window_writes(SECTOR_BYTES)),
         StageCost("recurrent states, commit", FOLD_MS, scatter),
         both("the draft's layers", {B: product(DRAFT_BYTES, B * N) for B in BATCHES}),
         both("the draft's head", {B: product(HEAD_BYTES, B * (N - 1)) for B in BATCHES}),

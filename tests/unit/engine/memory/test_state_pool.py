@@ -64,7 +64,9 @@ def test_the_pool_differs_from_sglangs_only_in_states_per_token() -> None:
 
 def test_windows_overlap_as_in_sglangs_pool_and_channels_are_contiguous() -> None:
     """A write to one token's window changes the windows of its neighbours, in both pools alike."""
-    (mine,), (theirs,) = (make_pool(kind, 4, 8).mamba_cache.intermediate_conv_window for kind in (RecordPool, MambaPool))
+    (mine,), (theirs,) = (
+        make_pool(kind, 4, 8).mamba_cache.intermediate_conv_window for kind in (RecordPool, MambaPool)
+    )
     random = torch.Generator().manual_seed(0)
     for slot in torch.randperm(8, generator=random):
         mine[:, :, slot] = theirs[:, :, slot] = torch.randn(theirs[:, :, slot].shape, generator=random).to(theirs.dtype)
