@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 import triton
-from sglang_dflash_kernels.gdn_verify import SMALLEST, geometry
+from sglang_dflash_kernels.gdn_geometry import SMALLEST, geometry
 
 KERNELS = (
     "plan_block",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from sglang_dflash_kernels import gdn_verify as gdn_verify_module
+from sglang_dflash_kernels import gdn_geometry
 from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref, gdn_fold_torch, gdn_fold_triton
 from sglang_dflash_kernels.gdn_verify import (
     N_BFLOAT16S,
@@ -248,7 +248,7 @@ def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
 @pytest.mark.parametrize("N", [1, 2, 7, 15, 16, 17, 32])
 def test_kernel_is_as_accurate_as_the_torch_form(N, alike, many_heads, device, monkeypatch):
     """Nearly equal keys make the triangular system hardest to solve."""
-    monkeypatch.setattr(gdn_verify_module, "MANY_HEADS", many_heads)
+    monkeypatch.setattr(gdn_geometry, "MANY_HEADS", many_heads)
     x = inputs(2, N, 2, 4, 36, 40, device)
     x["k_TGK"] = alike * x["k_TGK"][:1] + (1 - alike) * x["k_TGK"]
     x["b_TH"] += 3 * alike

@@ -34,7 +34,7 @@ from tests.tools.compile_kernels import (  # first, because it removes TRITON_IN
 )
 
 # isort: split
-from sglang_dflash_kernels import gdn_verify
+from sglang_dflash_kernels import gdn_geometry
 from sglang_dflash_kernels.record import record_width
 
 from sglang_dflash.engine.memory import sizes
@@ -118,7 +118,7 @@ def verify_bounds(compiled: Compiled, B: int) -> Bounds:
     L = layers()
     H, V, G, K = L.n_value_heads, L.value_width, L.n_key_heads, L.key_width
     rows = 2 * (2 * G * K + 2 * H * V + 2 * H) + 4 * record_width(H, V, G, K)
-    columns = gdn_verify.geometry(B * H, gdn_verify.SMALLEST, V).columns
+    columns = gdn_geometry.geometry(B * H, gdn_geometry.SMALLEST, V).columns
     return bounds(compiled, B * (4 * H * V * K + N * rows), K // columns)
 
 
