@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 SMALLEST = 16  # smallest side of a tile in `tl.dot`
-# With at least this number of heads in a launch, one program per head occupies about all multiprocessors of a GPU. An
-# A100 has 108 multiprocessors, an H200 132, a B200 148.
+# With at least this number of heads in a launch, half a head per program occupies all multiprocessors of a GPU. An A100
+# has 108 multiprocessors, an H200 132, a B200 148.
 MANY_HEADS = 128
 
 
