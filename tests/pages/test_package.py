@@ -76,7 +76,7 @@ def test_outside_the_clone_the_command_has_its_files(wheel: Path, tmp_path: Path
 
 @pytest.mark.full
 def test_an_empty_environment_serves(wheel: Path, tmp_path: Path) -> None:
-    """Install into a new environment as users do. `check` must report only "ok", and `demo` must show equal answers."""
+    """Install into a new environment as users do. `check` must find no fault, and `demo` must show equal answers."""
     environment = tmp_path / "environment"
     run(*UV, "venv", "--quiet", "--python", sys.executable, environment, cwd=tmp_path)
     pins = ["--constraint", ROOT / "env" / "constraints.txt"]
@@ -88,7 +88,7 @@ def test_an_empty_environment_serves(wheel: Path, tmp_path: Path) -> None:
     flags = f"--device cpu --attention-backend torch_native --model-path {tiny}/target --max-total-tokens 1024 "
     dflash = f"--speculative-algorithm DFLASH --speculative-draft-model-path {tiny}/draft"
     lines = run(command, "check", *(flags + dflash).split(), cwd=tmp_path).splitlines()
-    assert [line.split()[0] for line in lines] == ["ok"] * 7
+    assert [line.split()[0] for line in lines] == [*["ok"] * 7, "note"], "the note: the pairing was not tested"
     shown = run(command, "demo", "--once", "--port", "29900", cwd=tmp_path, timeout_s=600)
     assert "committed per step" in shown
     assert "the same questions with and without speculation" in shown
