@@ -287,7 +287,7 @@ def test_pairs_that_do_not_fit(folders, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
     with pytest.raises(NotSupported, match="model_type is 'gemma3_text'; on MLX give a target of type llama or qwen3"):
         load(str(tmp_path), str(draft))
-    with pytest.raises(FileNotFoundError, match="is no directory"):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
         load(str(tmp_path / "none"), str(draft))
     (bare := tmp_path / "bare").mkdir()
     with pytest.raises(FileNotFoundError, match=r"no/such/model is no folder and cannot be fetched .*; give a checkp"):
