@@ -63,7 +63,7 @@ def test_a_draft_without_graphs_is_called_directly(decode_runner: object, way: s
 def test_a_draft_is_captured_if_a_gibibyte_is_free(
     device: str, gib: float, backend: str, captured: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """As SGLang's own worker does. In the GPU emulation, whose device is "cpu", memory does not count."""
+    """Capture like SGLang's own worker. In the GPU emulation, whose device is "cpu", memory does not count."""
     config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
     monkeypatch.setattr(module, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=config)))
     monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_out_of_tree=lambda: False))

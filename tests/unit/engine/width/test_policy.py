@@ -579,7 +579,7 @@ def test_a_lone_request_leaves_the_debt_of_batches() -> None:
 
 
 def test_a_large_batch_is_counted_in_parts() -> None:
-    """Of 40 requests, each of three steps counts a third, and one of three steps reviews the estimates."""
+    """Each of three steps counts a third of 40 requests, and one of them reviews the estimates."""
     policy = Adaptive(WIDTHS, step_cost(CHEAP))
     rids = [str(i) for i in range(40)]
     reviews, counted = list[object](), list[int]()
