@@ -169,7 +169,7 @@ class Review(NamedTuple):
     best: Decision  # decision for the step after a rest
     look: Decision  # decision for a look
     trial: Decision | None  # decision for a trial; None: no width needs one
-    block_s: float  # seconds of a look
+    look_s: float  # seconds of a look
     price_s: float  # expected loss of a look, in seconds
     saving_s: float  # seconds that each step adds to the budget for looks
 
@@ -198,13 +198,13 @@ class Adaptive(Policy):
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY or self.cost.has_news:
             self.cost.settle()
             self.is_stale = True
-        n_parts, n_before = n_parts_of(len(rids)), len(self.reviewed)
-        may_wait = n_parts > 1 and n_parts == n_parts_of(n_before) and self.n_steps % n_parts != 0
+        n_parts = n_parts_of(len(rids))
+        may_wait = n_parts == n_parts_of(len(self.reviewed)) and self.n_steps % n_parts != 0  # never with one part
         if not may_wait and (self.is_stale or rids != self.reviewed):
             self.review, self.reviewed, self.is_stale = self._review(rids), rids, False
         review = self.review
         assert review is not None
-        self.saved_s = min(self.saved_s + review.saving_s, review.block_s)
+        self.saved_s = min(self.saved_s + review.saving_s, review.look_s)
         decision = review.best if self.n_rested >= review.rest else Decision(1, expected=1.0)
         # If drafted blocks follow rests, the budget pays for a look only directly after a drafted block. So this look
         # has no rest before it.
@@ -247,9 +247,10 @@ class Adaptive(Policy):
             for width in self.widths
         }
         rate, minus_rest, width = self._best(seconds, expected)
-        rest, usual = -minus_rest, 1 if -minus_rest else width
-        block = max(usual, self._look_width(len(rids)))
-        look = Decision(block, expected[REST if width == 1 else 0, block], committed_N[block] - 1)
+        rest = -minus_rest
+        usual = 1 if rest else width
+        wide = max(usual, self._look_width(len(rids)))
+        look = Decision(wide, expected[REST if width == 1 else 0, wide], committed_N[wide] - 1)
         # Upper bound of the gain of larger widths: each further slot gains as much as the last one of the usual width.
         gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
@@ -258,9 +259,9 @@ class Adaptive(Policy):
             rest,
             best=Decision(width, expected[rest, width], committed_N[width] - 1),
             look=look,
-            block_s=seconds[block],
+            look_s=seconds[wide],
             # Seconds of a look, minus the seconds in which the best cycle, its rest included, commits as many tokens.
-            price_s=seconds[block] - look.expected / rate,
+            price_s=seconds[wide] - look.expected / rate,
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
             trial=None if trial is None else Decision(trial, expected[0, trial], committed_N[trial] - 1),
         )
