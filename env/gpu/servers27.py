@@ -31,8 +31,8 @@ class Settings(NamedTuple):
     """Sizes of the measurement, and flags and environment of every server."""
 
     small: bool
-    requests: tuple[int, ...]
-    prompt: int  # tokens
+    loads: tuple[tuple[int, int], ...]  # tokens of a prompt, and requests at once
+    backend: str  # of attention
     steps: int  # per answer
     interval: int  # steps per line of SGLang's log
     rounds: int
@@ -48,9 +48,10 @@ def sized(n_requests: int, n_tokens: int) -> tuple[str, ...]:
 
 
 GPU = Settings(
-    small=False, requests=(1, 8, 16, 32), prompt=256, steps=64, interval=10, rounds=2, acceptance=ACCEPTANCE,
+    small=False, loads=((256, 1), (256, 8), (256, 16), (256, 32)), backend="fa3", steps=64, interval=10, rounds=2,
+    acceptance=ACCEPTANCE,
     flags=(
-        *COMMON, *sized(32, 24576), "--attention-backend", "fa3", "--sampling-backend", "pytorch",
+        *COMMON, *sized(32, 24576), "--sampling-backend", "pytorch",
         # SGLang leaves 5 % of the memory that was free at the server's start for activations.
         "--mem-fraction-static", "0.95", "--context-length", "8192", "--chunked-prefill-size", "8192",
         "--cuda-graph-bs-decode", "1", "8", "16", "32", "--cuda-graph-backend-prefill", "disabled",
@@ -59,9 +60,10 @@ GPU = Settings(
 )  # fmt: skip
 # One acceptance length, because SGLang reads it when it is imported: all servers are forked from one process.
 DRY = Settings(
-    small=True, requests=(1, 2), prompt=16, steps=16, interval=4, rounds=2, acceptance=dict.fromkeys((16, 8), 4.54),
+    small=True, loads=((16, 1), (16, 2)), backend="fa3", steps=16, interval=4, rounds=2,
+    acceptance=dict.fromkeys((16, 8), 4.54),
     flags=(
-        *COMMON, *sized(2, 4096), "--attention-backend", "fa3", "--device", "cpu", "--dtype", "float32",
+        *COMMON, *sized(2, 4096), "--device", "cpu", "--dtype", "float32",
         "--cuda-graph-bs-decode", "1", "2", "--cuda-graph-backend-prefill", "disabled", "--sleep-on-idle",
     ),
     env={**tiny.ENV, "SGLANG_DFLASH_REHEARSE": "sm90", "HF_HUB_OFFLINE": "1"},
@@ -90,7 +92,7 @@ def command(arm: str, block: int, pair: Pair, settings: Settings) -> list[str]:
     """Return the command of an arm's server, without host and port."""
     log = ("--decode-log-interval", str(settings.interval))
     speculation = [*tiny.launch_flags(pair), "--speculative-num-draft-tokens", str(block)]
-    flags = [*speculation, *settings.flags, *log]
+    flags = [*speculation, "--attention-backend", settings.backend, *settings.flags, *log]
     return [*arms.SERVE, *(arms.without_speculation(flags) if arm == OFF else flags)]
 
 

@@ -1,7 +1,8 @@
 """Steps of a target of 27 billion parameters by worker and block size, kernels, and checks. `a.sh` runs this module.
 
 Writes $OUT/a.json after every result. Arms: `off` is no speculation, `stock` SGLang's DFLASH worker, `ours` this
-plugin's, and `width 1` this plugin's with one verified token per step.
+plugin's, and `width 1` this plugin's with one verified token per step. `rests.py` measures other arms and loads with
+the same class.
 """
 
 import json
@@ -28,6 +29,7 @@ from sglang_dflash.pairs.servers.server import Server
 from sglang_dflash.pairs.tiny.pairs import Pair
 
 ARMS = {16: (OFF, STOCK, OURS), 8: (OFF, STOCK, OURS, WIDTH_1)}  # by block size, in this order
+PLACE = ("block", "backend", "prompt", "requests", "arm")  # fields of a row that name what was measured
 WARM_STEPS = 2  # of the unmeasured answers before a server's first measurement
 LOG_S = 0.3  # seconds after an answer until its last line is in the log
 ANSWER_S = 120.0  # seconds, only against hangs
@@ -51,20 +53,21 @@ NOTES = [
 
 
 class Turn(NamedTuple):
-    """One measurement: an arm answers `requests` prompts at once."""
+    """One measurement: an arm answers `requests` prompts of `prompt` tokens at once."""
 
     round: int
+    prompt: int
     requests: int
     arm: str
 
 
-def turns(arms: Sequence[str], requests: Sequence[int], n_rounds: int) -> list[Turn]:
-    """Return the measurements in order. At each number of requests every arm has its turn before the next number."""
+def turns(arms: Sequence[str], loads: Sequence[tuple[int, int]], n_rounds: int) -> list[Turn]:
+    """Return the measurements in order. At each load every arm has its turn before the next load."""
     found = []
     for n in range(n_rounds):
-        for i, count in enumerate(requests):
+        for i, (prompt, requests) in enumerate(loads):
             shift = (n + i) % len(arms)
-            found += [Turn(n, count, arm) for arm in (*arms[shift:], *arms[:shift])]
+            found += [Turn(n, prompt, requests, arm) for arm in (*arms[shift:], *arms[:shift])]
     return found
 
 
@@ -77,8 +80,9 @@ def prompts(n: int, length: int, n_vocab: int, seed: int) -> list[list[int]]:
 class Measurement:
     """The servers of all arms, and their measurements."""
 
-    def __init__(self, settings: Settings, clock: Clock, out: Document, logs: Path, work: Path) -> None:
-        self.settings, self.clock, self.out, self.logs, self.work = settings, clock, out, logs, work
+    def __init__(self, settings: Settings, clock: Clock, out: Document, work: Path) -> None:
+        self.settings, self.clock, self.out, self.work = settings, clock, out, work
+        self.logs = work / f"{out.path.stem}-logs" / settings.backend
         self.live: dict[str, Server] = {}
         self.http = httpx.Client(timeout=ANSWER_S, trust_env=False)
         self.path = servers27.layers_path(work / "layers", os.environ.get("PYTHONPATH", ""))
@@ -86,7 +90,7 @@ class Measurement:
         self.seed, self.port = 0, servers27.FIRST_PORT
         self.slowest_s = 0.0  # seconds of the longest turn so far
 
-    def blocks_of(self, block: int, later_s: float) -> None:
+    def blocks_of(self, block: int, arms: Sequence[str], later_s: float = 0.0) -> None:
         """Start the arms of a block size, and measure them in turns. The server `off` keeps running.
 
         Args:
@@ -95,19 +99,19 @@ class Measurement:
         self.pair = self.pair or models.write(self.work / "models", small=self.settings.small)
         self.n_vocab = json.loads((self.pair.target / "config.json").read_text())["vocab_size"]
         self.stop([arm for arm in self.live if arm != OFF])
-        new = {arm: self.make(arm, block) for arm in ARMS[block] if arm not in self.live}
+        new = {arm: self.make(arm, block) for arm in arms if arm not in self.live}
         waves = [[new[OFF]]] if OFF in new else []
         waves.append([server for arm, server in new.items() if arm != OFF])
         self.live |= new  # stopped at the end, whatever happens
         started = servers27.bring_up(waves, self.clock, START_S[block])
         for arm, server in new.items():
             self.describe_start(arm, block, server, started[server.name])
-        ready = [arm for arm in ARMS[block] if arm in self.live]
+        ready = [arm for arm in arms if arm in self.live]
         if not ready:
             raise ServerError("no server is ready")
         for arm in ready:
             self.attempt(arm, f"blocks of {block}, warm-up of {arm}", partial(self.warm_up, self.live[arm], block))
-        planned = turns(ready, self.settings.requests, self.settings.rounds)
+        planned = turns(ready, self.settings.loads, self.settings.rounds)
         for i, turn in enumerate(planned):
             # A second round is worth less than the first one of later blocks.
             if not self.clock.fits(2 * self.slowest_s + 2 + (later_s if turn.round else 0)):
@@ -119,8 +123,9 @@ class Measurement:
 
     def warm_up(self, server: Server, block: int) -> None:
         """Let a server compile and load what answers need."""
-        for n in (self.settings.requests[0], self.settings.requests[-1]):
-            self.answer(server, n, WARM_STEPS * block)
+        loads = self.settings.loads
+        for prompt, n in dict.fromkeys((loads[0], max(loads, key=lambda load: load[1]), loads[-1])):
+            self.answer(server, prompt, n, WARM_STEPS * block)
 
     def attempt(self, arm: str, what: str, run: Callable[[], None]) -> None:
         """Ask an arm's server. If this fails the server is stopped, and has no further turns."""
@@ -132,12 +137,12 @@ class Measurement:
 
     def summarise(self) -> None:
         """Write and print the medians over rounds."""
-        cells: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
+        cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in self.out.fields["rows"]:
-            cells.setdefault((row["block"], row["requests"], row["arm"]), []).append(row)
+            cells.setdefault(tuple(row[field] for field in PLACE), []).append(row)
         summary = []
-        for (block, requests, arm), rows in cells.items():
-            line: dict[str, Any] = {"block": block, "requests": requests, "arm": arm, "rounds": len(rows)}
+        for place, rows in cells.items():
+            line: dict[str, Any] = {**dict(zip(PLACE, place, strict=True)), "rounds": len(rows)}
             for field in ("ms", "tokens_per_s", "decode_tokens_per_s"):
                 values = [row[field] for row in rows if row[field] is not None]
                 line[field] = round(statistics.median(values), 3) if values else None
@@ -162,7 +167,8 @@ class Measurement:
         except ServerError as wrong:
             error = str(wrong)
         log = server.log_text()
-        about = {"arm": arm, "block": None if arm == OFF else block, "ready_s": start.seconds, "stages_s": start.stages}
+        about = {"arm": arm, "block": None if arm == OFF else block, "backend": self.settings.backend}
+        about |= {"ready_s": start.seconds, "stages_s": start.stages}
         about |= {"shared_layers": shared_layers(log, MARK), "memory": about_memory(log), "error": error[-3000:]}
         about |= {"command": document.portable(" ".join(server.command)), "gpu_used": gpu_used()}
         about["env"] = {name: value for name, value in server.env.items() if name != "PYTHONPATH"}
@@ -173,10 +179,14 @@ class Measurement:
         self.out.fields["starts"].append(about)
         self.out.save()
 
-    def answer(self, server: Server, n: int, n_tokens: int) -> tuple[float, int]:
-        """Let the server answer `n` random prompts at once. Return the seconds, and the tokens of all answers."""
+    def answer(self, server: Server, prompt: int, n: int, n_tokens: int) -> tuple[float, int]:
+        """Let the server answer `n` random prompts of `prompt` tokens at once.
+
+        Returns:
+            The seconds, and the number of tokens of all answers.
+        """
         self.seed += 1
-        asked = prompts(n, self.settings.prompt, self.n_vocab, self.seed)
+        asked = prompts(n, prompt, self.n_vocab, self.seed)
         sampling = {"temperature": 0.0, "max_new_tokens": n_tokens, "ignore_eos": True}
         began = time.perf_counter()
         body = {"input_ids": asked, "sampling_params": sampling}
@@ -190,12 +200,12 @@ class Measurement:
         began, server, settings = self.clock.passed_s(), self.live[turn.arm], self.settings
         length = settings.acceptance[block] if turn.arm in (STOCK, OURS) else 1
         before = len(server.log_text())
-        seconds, n_tokens = self.answer(server, turn.requests, round(settings.steps * length))
+        seconds, n_tokens = self.answer(server, turn.prompt, turn.requests, round(settings.steps * length))
         time.sleep(LOG_S)
         found = intervals(server.log_text()[before:], turn.requests)
         milliseconds = [round(one.step_ms, 3) for one in found]
         acceptance = mean_acceptance(found)
-        row = {"block": block, **turn._asdict(), "began_s": round(began, 2)}
+        row = {"block": block, "backend": settings.backend, **turn._asdict(), "began_s": round(began, 2)}
         row |= {"ms": round(statistics.median(milliseconds), 3) if found else None, "intervals_ms": milliseconds}
         row |= {"acceptance": acceptance and round(acceptance, 3), "tokens_per_s": round(n_tokens / seconds, 2)}
         row |= {"decode_tokens_per_s": statistics.median(one.tokens_per_s for one in found) if found else None}
@@ -212,7 +222,7 @@ class Measurement:
 
 
 def name(turn: Turn) -> str:
-    return f"round {turn.round + 1}, {turn.requests} requests, {turn.arm}"
+    return f"round {turn.round + 1}, {turn.requests} requests of {turn.prompt} tokens, {turn.arm}"
 
 
 def slim(state: dict[str, Any]) -> dict[str, Any]:
@@ -238,13 +248,13 @@ def main() -> int:
     out = Document(folder / "a.json", clock, **head, **about, starts=[], rows=[], summary=[], kernels={}, prove={})
     out.save()
     estimates = ESTIMATES_DRY_S if small else ESTIMATES_S
-    measurement = Measurement(settings, clock, out, work / "a-logs", work)
+    measurement = Measurement(settings, clock, out, work)
     with ExitStack() as stack:
         stack.callback(measurement.stop_all)
-        for block in (16, 8):
+        for block, arms in ARMS.items():
             title = f"blocks of {block}"
             later_s = estimates["blocks of 8"] if block == 16 else 0.0
-            out.part(title, estimates[title], partial(measurement.blocks_of, block, later_s))
+            out.part(title, estimates[title], partial(measurement.blocks_of, block, arms, later_s))
     out.part("kernels", estimates["kernels"], partial(checks.kernels, out, work))
     checks.prove(out, work, small=small)
     out.fields["done"] = True

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import sglang_dflash
-from env.gpu import bench_ties, checks, kernel_times, models, plugin_folder, shared_layers, speeds, steps
+from env.gpu import bench_ties, checks, kernel_times, models, plugin_folder, rests, shared_layers, speeds, steps
 from env.gpu.clock import RESERVE_S, Clock, Document
 from env.gpu.log_lines import about_memory, intervals
 from env.gpu.servers27 import DRY, GPU, OFF, OURS, STOCK, WIDTH_1, command, environment
@@ -93,6 +93,17 @@ def test_a_measures_every_cell_in_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_d_measures_rests_on_every_backend(tmp_path: Path) -> None:
+    _, found = run("d.sh", tmp_path, MINUTES="9")
+    assert (found["done"], found["left_out"], found["failed"]) == (True, [], {})
+    cells = [(line["backend"], line["prompt"], line["requests"], line["arm"]) for line in found["summary"]]
+    wanted = [(backend, *load, arm) for backend in rests.BACKENDS for load in rests.DRY_LOADS for arm in (OFF, WIDTH_1)]
+    assert sorted(cells) == sorted(wanted)
+    assert all(line["ms"] > 0 for line in found["summary"])
+    assert [start["backend"] for start in found["starts"]] == [backend for backend in rests.BACKENDS for _ in range(2)]
+
+
+@pytest.mark.full
 def test_c_measures_every_set_and_compares_answers(tmp_path: Path) -> None:
     for name in speeds.DATA:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(PROMPT) + "\n")
@@ -108,7 +119,7 @@ def test_c_measures_every_set_and_compares_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", ["a.sh", "c.sh"])
+@pytest.mark.parametrize("script", ["a.sh", "c.sh", "d.sh"])
 def test_without_time_everything_is_left_out(script: str, tmp_path: Path) -> None:
     began = time.monotonic()
     printed, found = run(script, tmp_path, limit_s=60, MINUTES="0.2", PROMPTS=str(tmp_path))
@@ -118,6 +129,8 @@ def test_without_time_everything_is_left_out(script: str, tmp_path: Path) -> Non
         assert (found["rows"], found["starts"]) == ([], [])
         parts = ["blocks of 16", "blocks of 8", "kernels", "prove, draft graph", "prove, one token"]
         assert found["left_out"] == parts
+    elif script == "d.sh":
+        assert found["left_out"] == list(rests.BACKENDS)
     else:
         assert found["calls"] == []
         assert "start" in found["left_out"]
@@ -250,7 +263,7 @@ def test_a_second_sigterm_does_not_interrupt_the_end() -> None:
 
 
 def test_arms_take_turns_in_a_rotating_order() -> None:
-    planned = steps.turns([OFF, STOCK, OURS], (1, 8), 2)
+    planned = steps.turns([OFF, STOCK, OURS], ((256, 1), (256, 8)), 2)
     assert [turn.arm for turn in planned] == [
         *(OFF, STOCK, OURS), *(STOCK, OURS, OFF), *(STOCK, OURS, OFF), *(OURS, OFF, STOCK)
     ]  # fmt: skip
@@ -375,6 +388,6 @@ def test_windows_of_every_layout_hold_the_same(layout: str) -> None:
     assert all(torch.equal(view[:, t], inputs[:, t : t + 3].transpose(1, 2)) for t in range(4))
 
 
-@pytest.mark.parametrize("script", ["common.sh", "a.sh", "b.sh", "c.sh"])
+@pytest.mark.parametrize("script", ["common.sh", "a.sh", "b.sh", "c.sh", "d.sh"])
 def test_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / "env" / "gpu" / script)], check=True)
