@@ -174,12 +174,13 @@ class Bench:
         return turns(self.schedule, repeat, n_prompts=sizes, n_arms=len(self.engines))
 
     def run(self, turn: Turn) -> Measurement:
-        """Measure a turn, after a short unmeasured warm-up."""
+        """Measure a turn, after a short unmeasured warm-up. At steady load the requests before the window are enough."""
         engine, prompts = self.engines[turn.arm], self.tasks[turn.task].prompts
         self.about[engine.name] = self.about.get(engine.name) or engine.describe()
-        n_warm = N_WARM_UP if (turn.arm, turn.concurrency) in self.warm else max(N_WARM_UP, turn.concurrency)
-        self.warm.add((turn.arm, turn.concurrency))
-        self._ask(turn, prompts[:n_warm], measured=False)
+        if self.schedule.steady_s is None:
+            n_warm = N_WARM_UP if (turn.arm, turn.concurrency) in self.warm else max(N_WARM_UP, turn.concurrency)
+            self.warm.add((turn.arm, turn.concurrency))
+            self._ask(turn, prompts[:n_warm], measured=False)
         began_s, widths, counted = time.monotonic() - self.began_s, engine.widths(), engine.counted()
         run = self._ask(turn, prompts[turn.part], measured=True)
         now, n_steps = engine.counted(), engine.widths()
