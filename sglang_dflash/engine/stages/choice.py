@@ -187,7 +187,7 @@ class Choice:
             drawn += [
                 self.sampler(
                     output,
-                    rows_of(of_slots, rows),
+                    of_slots if n_rows >= len(logits_TV) else rows_of(of_slots, rows),
                     return_logprob=False,
                     top_logprobs_nums=[],
                     token_ids_logprobs=[],

@@ -12,7 +12,7 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
     """Repeat the sampling parameters of B requests for each of their `width` slots."""
 
     def spread(x_B: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x_B is None else x_B.repeat_interleave(width, dim=0)
+        return x_B if x_B is None or width == 1 else x_B.repeat_interleave(width, dim=0)
 
     return dataclasses.replace(
         info,
