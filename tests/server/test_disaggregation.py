@@ -21,11 +21,13 @@ from sglang_dflash.pairs.servers.errors import ServerError
 from sglang_dflash.pairs.servers.ports import free_port
 from sglang_dflash.pairs.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
+from tests.server.lib.bad_requests import HARMFUL
 from tests.server.lib.oracle import Expected, oracle
 from tests.server.lib.pairs import pair_of
 from tests.server.lib.penalised import ASKED, edited_answer, end_token, penalty_rule
 from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.rows import require_logprobs, require_rows
+from tests.server.lib.unchecked import UNCHECKED, refusal
 from tests.server.lib.variants import TWO_NODES, Variant, window
 
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
@@ -218,6 +220,22 @@ def test_killed_server_fails_its_requests_and_rejoins(serving: Serving, end: str
     dies.wait_ready()
     expected.require_from(two, 3)
     require_nothing_held(stays)
+
+
+@pytest.mark.parametrize("serving", [Kind(env=tuple(UNCHECKED.items()))], ids=["unchecked"], indirect=True)
+def test_both_schedulers_refuse_harmful_requests(serving: Serving) -> None:
+    """A router sends a request to both servers. No front end has checked these, so both schedulers must refuse them."""
+    two = serving.two
+    for name, (bad, sentence) in HARMFUL.items():
+        met = two.meeting(next(two.rooms))
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda end, bad=bad, met=met: refusal(end, bad, **met), (two.prefill, two.decode)))
+        for status, text in answers:
+            assert status == 400, name
+            assert re.search(sentence, text), name
+    serving.expected.require_from(two, 3)
+    require_nothing_held(two.prefill)
+    require_nothing_held(two.decode)
 
 
 def require_nothing_held(server: Server, timeout_s: float = 20.0) -> None:

@@ -137,3 +137,17 @@ OUTLIVED = {
     "temperature-past-fp32", "repetition_penalty-of-no-size", "stop_token_ids-past-vocabulary",
 }  # fmt: skip
 KINDS = {**SAMPLING, **REQUESTS, **OPENAI, **NO_PROMPT, **NO_TOKEN, **NO_PARAMETER, **TOO_MANY}
+# Requests of one prompt that no front end stops if the tokenizing process checks nothing, with the scheduler's answer.
+HARMFUL = {
+    "text-empty": (NO_PROMPT["text-empty"], "the prompt has no tokens"),
+    "input_ids-past-vocabulary": (NO_TOKEN["input_ids-past-vocabulary"], "input_ids has 999999"),
+    "input_ids-negative": (NO_TOKEN["input_ids-negative"], "input_ids has -1"),
+    "top_k-past-int32": (NO_PARAMETER["top_k-past-int32"], "top_k is 2147483648"),
+    "logit_bias-past-fp32": (NO_PARAMETER["logit_bias-past-fp32"], "logit_bias of 5 is "),
+    "temperature-past-fp32": (NO_PARAMETER["temperature-past-fp32"], "temperature is "),
+    "repetition_penalty-of-no-size": (NO_PARAMETER["repetition_penalty-of-no-size"], "repetition_penalty is "),
+    "stop_token_ids-negative": (NO_PARAMETER["stop_token_ids-negative"], "stop_token_ids has -5"),
+    "top_logprobs-past-vocabulary": (NO_PARAMETER["top_logprobs-past-vocabulary"], "top_logprobs_num .* is 1025"),
+    "logprob_start_len-minus-two": (NO_PARAMETER["logprob_start_len-minus-two"], "logprob_start_len is -2"),
+    "return_hidden_states-list": (NO_PARAMETER["return_hidden_states-list"], r"return_hidden_states is \[\]"),
+}
