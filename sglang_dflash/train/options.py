@@ -55,7 +55,9 @@ def make_parser() -> Parser:
 
 def _add_draft(draft: Parser) -> None:
     draft.add_argument("--target", required=True, help="folder or hub name of the target, with its tokenizer")
-    draft.add_argument("--data", type=Path, required=True, help=".txt, or .jsonl of text, prompt/response or messages")
+    text = draft.add_mutually_exclusive_group(required=True)
+    text.add_argument("--data", type=Path, help=".txt, or .jsonl of text, prompt/response or messages")
+    text.add_argument("--rollouts", type=Path, help=".jsonl of a server's answers, with features of their tokens")
     draft.add_argument("--out", type=Path, required=True, help="folder for the draft, the checkpoint and the log")
     _add_shape(draft.add_argument_group("the draft").add_argument)
     _add_course(draft.add_argument_group("the training").add_argument)

@@ -17,11 +17,12 @@ from sglang_dflash.pairs.tiny import corpus
 from sglang_dflash.plot import Curve, Panel
 from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
-from sglang_dflash.train.features import FeatureCache
+from sglang_dflash.train.features import FeatureCache, Read
 from sglang_dflash.train.from_model import ModelSource
 from sglang_dflash.train.loop import LOG, TrainRecipe
 from sglang_dflash.train.options import DOMINO, DTYPES, STEPS, option
-from sglang_dflash.train.ranks import joined
+from sglang_dflash.train.ranks import Ranks, joined
+from sglang_dflash.train.rollouts import Rollouts, read_rollouts
 from sglang_dflash.train.sizes import Rollout, Second
 from sglang_dflash.train.text import Batches, read_documents
 from sglang_dflash.train.tiny_pair import (
@@ -33,7 +34,7 @@ from sglang_dflash.train.tiny_pair import (
     make_tokenizer,
     measure,
 )
-from sglang_dflash.train.tokens import text_digest
+from sglang_dflash.train.tokens import Tokens, text_digest
 
 Sizes = TypeVar("Sizes", Second, Rollout)
 TORCH_DTYPES = dict(zip(DTYPES, (torch.bfloat16, torch.float32), strict=True))
@@ -48,7 +49,8 @@ def run_draft(args: argparse.Namespace) -> None:
     if mask_token_id is None:
         raise ValueError(f"the tokenizer of {args.target} has no mask token; give --mask-token-id an unused token id")
     pad_id = mask_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    documents = read_documents(args.data, tokenizer, args.max_length)
+    rollouts = rollouts_of(args)
+    documents = rollouts.documents if rollouts else read_documents(args.data, tokenizer, args.max_length)
     batches = Batches(documents, n_rows=args.rows, pad_id=pad_id, seed=args.seed)
     with joined(default_device(args.device)) as (ranks, device):
         if args.rows % ranks.n:
@@ -66,30 +68,54 @@ def run_draft(args: argparse.Namespace) -> None:
             rollout=sizes_of(args, Rollout, f"--projector {DOMINO}", chosen=args.projector == DOMINO),
             draft_vocab_size=args.draft_vocab_size,
         )
-        dtype, ids = TORCH_DTYPES[args.dtype], config.target_layer_ids
-        cache = FeatureCache(args.cache, documents, target, ids, dtype=dtype) if args.cache else None
+        if rollouts:
+            rollouts.require_size(config.feature_size)
         if ranks.is_first:
             print(plan(recipe, args.rows, batches))
-            if cache:
-                cache.prepare(say=print)
-        ranks.wait()
-        if cache:
-            cache.fill(ranks)
         train_draft(
             target,
             config,
-            data_of(args, batches),
+            data_of(args, batches, rollouts),
             recipe,
             out=args.out,
             settings=Settings(args.anchors, args.gamma, args.seed, args.start, args.eval_tokens),
-            dtype=dtype,
-            read=cache.read if cache else None,
+            dtype=TORCH_DTYPES[args.dtype],
+            read=rollouts.read if rollouts else cached(args, documents, target, config.target_layer_ids, ranks),
             saved=lambda: plot_log(args),
             ranks=ranks,
         )
         if ranks.is_first:
             plot_log(args)  # a run that had ended saves nothing
             print(f"saved {args.out}")
+
+
+def rollouts_of(args: argparse.Namespace) -> Rollouts | None:
+    """Return the rollouts of --rollouts, None without it.
+
+    Raises:
+        ValueError: options contradict --rollouts, or the file cannot be used.
+    """
+    if not args.rollouts:
+        return None
+    if not args.target_layer_ids:
+        raise ValueError("--rollouts needs --target-layer-ids; give those of the draft that was served")
+    if args.cache:
+        raise ValueError("--rollouts has the features, so --cache has no use; drop one of them")
+    return read_rollouts(args.rollouts, args.max_length, TORCH_DTYPES[args.dtype])
+
+
+def cached(
+    args: argparse.Namespace, documents: list[Tokens], target: PreTrainedModel, ids: tuple[int, ...], ranks: Ranks
+) -> Read | None:
+    """Fill the cache of --cache, and return its `read`; None without it."""
+    if not args.cache:
+        return None
+    cache = FeatureCache(args.cache, documents, target, ids, dtype=TORCH_DTYPES[args.dtype])
+    if ranks.is_first:
+        cache.prepare(say=print)
+    ranks.wait()
+    cache.fill(ranks)
+    return cache.read
 
 
 def plot_log(args: argparse.Namespace) -> None:
@@ -112,12 +138,13 @@ def plot_log(args: argparse.Namespace) -> None:
     plot.draw([[panel for panel in panels if panel.curves]], args.plot, f"{args.out.name}, a draft for {args.target}")
 
 
-def data_of(args: argparse.Namespace, batches: Batches) -> Data:
+def data_of(args: argparse.Namespace, batches: Batches, rollouts: Rollouts | None) -> Data:
     return Data(
         batches.at,
         batches.held_out,
         batches.prompts(args.eval_prompts),
-        facts={"text": text_digest(batches.documents), "rows": args.rows},
+        facts={"text": text_digest(batches.documents), "rows": args.rows}
+        | ({"features": rollouts.digest} if rollouts else {}),
         frequent=batches.most_frequent(args.scored) if args.scored else None,
         listed=batches.most_frequent(args.draft_vocab_size) if args.draft_vocab_size else None,
     )

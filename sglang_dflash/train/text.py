@@ -40,20 +40,26 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: i
     else:
         raise ValueError(f"{path} is neither .txt nor .jsonl; convert it to one of them")
     pieces = [piece for document in documents for piece in _cut(document, max_length)]
-    usable = [
-        piece
-        for piece in pieces
-        if any(a and b for a, b in zip(piece.is_response, piece.is_response[1:], strict=False))
-    ]
+    usable = list(filter(has_labels, pieces))
+    cure = "give more text" if path.suffix == ".txt" else "add answers (`train answers` writes them)"
+    require_usable(usable, path, max_length, cure)
+    return usable
+
+
+def has_labels(piece: Tokens) -> bool:
+    """Return whether two response tokens follow each other, so that a draft can learn from the piece."""
+    return any(a and b for a, b in zip(piece.is_response, piece.is_response[1:], strict=False))
+
+
+def require_usable(usable: list[Tokens], path: Path, max_length: int, cure: str) -> None:
+    """Check that at least two documents remain, one of them to hold out, or raise ValueError."""
     if not usable:
-        cure = "give more text" if path.suffix == ".txt" else "add answers (`train answers` writes them)"
         raise ValueError(f"{path} has no response of two tokens within {max_length} tokens; {cure}")
     if len(usable) == 1:
         raise ValueError(
             f"{path} has one usable document (up to {max_length} tokens, with two response tokens in a row); give two "
             "or more, or lower --max-length"
         )
-    return usable
 
 
 class Batches:
