@@ -77,6 +77,7 @@ class Flags:
         copy: use of n-gram copies from a request's token history in place of a block's last drafts.
         fp8_head: score the draft's block with an fp8 copy of the target's head.
         rehearse: emulation of a GPU on the CPU.
+        returns_features: requests with `return_hidden_states` get the draft's features.
         probe: report the worker's internals, see `tools/prove/probe.py`.
         overlap: allow the overlap schedule; False acts as `--disable-overlap-schedule`.
         simulated: acceptance to simulate; None: acceptance is real.
@@ -89,6 +90,7 @@ class Flags:
     width_trace: Path | None
     copy: Copy
     fp8_head: bool
+    returns_features: bool
     rehearse: Rehearse
     probe: bool
     overlap: bool
@@ -159,6 +161,13 @@ FLAGS = (
         "full",
         ("full", "fp8"),
         "[Output head of the draft](tuning.md#draft-head): the target's head (`full`), or an fp8 copy.",
+    ),
+    Flag(
+        "SGLANG_DFLASH_HIDDEN_STATES",
+        "final",
+        ("final", "features"),
+        "Answer to `return_hidden_states`: hidden states after the target's final norm (`final`), or the draft's "
+        "[features](rl.md#training-the-draft-too).",
     ),
     Flag(
         "SGLANG_DFLASH_REHEARSE",
@@ -242,6 +251,7 @@ def read(environ: Mapping[str, str]) -> Flags:
         width_trace=None if trace == "off" else Path(trace),
         copy=Copy(raw["SGLANG_DFLASH_COPY"]),
         fp8_head=raw["SGLANG_DFLASH_DRAFT_HEAD"] == "fp8",
+        returns_features=raw["SGLANG_DFLASH_HIDDEN_STATES"] == "features",
         rehearse=_rehearse(raw["SGLANG_DFLASH_REHEARSE"], worker),
         probe=raw["SGLANG_DFLASH_PROBE"] == "1",
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),

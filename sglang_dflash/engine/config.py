@@ -237,6 +237,8 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
     _check_parallel(arguments)
     if flags.fp8_head:
         _check_fp8_head(arguments)
+    if flags.returns_features:
+        arguments.require_hidden_states()
 
 
 def _check_fp8_head(arguments: Arguments) -> None:

@@ -54,7 +54,7 @@ from sglang_dflash.engine.stages.build import build_stages
 from sglang_dflash.engine.stages.drafter import may_capture
 from sglang_dflash.engine.stages.dry_run import DryRun
 from sglang_dflash.engine.stages.greedy import verified_logits
-from sglang_dflash.engine.stages.outputs import hidden_states_of_prompts, keep_hidden_states, sampling_masks_by_block
+from sglang_dflash.engine.stages.outputs import hidden_states_of, sampling_masks_by_block
 from sglang_dflash.engine.stages.stages import Stages
 from sglang_dflash.engine.stages.state import State, make_state
 from sglang_dflash.engine.step import Plan, Target
@@ -98,7 +98,7 @@ class DFlashWorker(BaseSpecWorker):
         self.draft_runner = self._draft_worker.model_runner
         if config.gdn_state is GdnState.FOLD:
             use_records()
-        keep_hidden_states(self.target_runner.model)
+        self.hidden_states = hidden_states_of(self.target_runner.model, features=config.flags.returns_features)
         # The last position can be two widest verifies past the longest context: one in flight and one being planned.
         max_position = self.target_runner.model_config.context_len + 2 * config.widest
         draft, fp8_head = self.draft_runner.model, config.flags.fp8_head
@@ -178,6 +178,7 @@ class DFlashWorker(BaseSpecWorker):
             (self.state, self.state_for),
             logits=self.logits,
             ranks=self.ranks,
+            hidden_states=self.hidden_states,
             widths=config.widths,
             copy=config.copy,
             n_slots=config.n_slots,
@@ -251,7 +252,7 @@ class DFlashWorker(BaseSpecWorker):
         output = result.logits_output
         self.stages.context_kv.append_prompt(batch, output.hidden_states)
         self.stages.copier.read(batch)
-        output.hidden_states = hidden_states_of_prompts(batch, output)
+        output.hidden_states = self.hidden_states.of_prompts(batch, output)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = DraftInput(bonus_tokens=anchor_B, new_seq_lens=batch.seq_lens)
         return result

@@ -313,6 +313,13 @@ def test_an_fp8_head_is_refused_where_unsupported(changes, sentence):
         check_arguments(replace(ARGUMENTS, device=device), FP8_HEAD)
 
 
+def test_features_need_requests_that_may_ask_for_them():
+    features = flags.read({"SGLANG_DFLASH_HIDDEN_STATES": "features"})
+    check_arguments(replace(ARGUMENTS, returns_hidden_states=True), features)
+    with pytest.raises(ValueError, match=r"=features has no effect without --enable-return-hidden-states; add the"):
+        check_arguments(ARGUMENTS, features)
+
+
 GDN = {"recurrent": True, "gated_delta_net": True}
 MAMBA2 = {"recurrent": True}
 SHARED = {"attention_dp": True, "dp_lm_head": True}

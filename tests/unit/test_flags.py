@@ -19,6 +19,7 @@ def test_defaults_are_the_plugin_and_the_overlap_schedule() -> None:
         width_trace=None,
         copy=Copy.AUTO,
         fp8_head=False,
+        returns_features=False,
         rehearse=Rehearse(),
         probe=False,
         overlap=True,

@@ -28,7 +28,7 @@ def config_of(**more: Any) -> Any:
         "draft": None, "draft_kv": draft_kv(64, 12, "decode"), "gdn_state": GdnState.FOLD,
         "draft_attention_backend": "", "draft_quantization": "fp8", "ignored": (),
         "target": SimpleNamespace(vocab_size=8, recurrent=True, architecture="Qwen3ForCausalLM"),
-        "flags": SimpleNamespace(fp8_head=False, simulated=None),
+        "flags": SimpleNamespace(fp8_head=False, returns_features=False, simulated=None),
     }  # fmt: skip
     return SimpleNamespace(**facts | more)
 
@@ -79,7 +79,7 @@ def test_draft_positions_reach_past_the_longest_prefix(monkeypatch: pytest.Monke
     made = SimpleNamespace(draft_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
     monkeypatch.setattr(worker, "build_draft_tp_worker", lambda **_: made)
     monkeypatch.setattr(worker, "verified_logits", lambda *_: None)
-    for name in ("target_ends", "keep_hidden_states"):
+    for name in ("target_ends", "hidden_states_of"):
         monkeypatch.setattr(worker, name, lambda *_, **__: None)
     monkeypatch.setattr(worker.DFlashWorker, "making_draft", lambda self: nullcontext())
     runner = SimpleNamespace(model=None, lora_manager=None, model_config=SimpleNamespace(context_len=100))

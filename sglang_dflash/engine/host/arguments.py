@@ -89,6 +89,7 @@ class Arguments:
     memory_saver: bool = False  # `--enable-memory-saver`
     backs_up_draft: bool = False  # a release of the weights keeps a copy of the draft's on the host
     max_requests: int | None = None  # `--max-running-requests`
+    returns_hidden_states: bool = False  # `--enable-return-hidden-states` or `--return-hidden-states-mode`
     deepep_rows: int | None = None  # token rows of a rank that DeepEP's low-latency buffers hold; None: not used
 
     def require_draft_path(self) -> str:
@@ -116,6 +117,14 @@ class Arguments:
                 "--enable-memory-saver without a copy of the draft's weights is not supported with DFLASH (a release "
                 "of the weights would lose the draft); add --enable-draft-weights-cpu-backup, or "
                 "--enable-weights-cpu-backup, which also keeps the target's"
+            )
+
+    def require_hidden_states(self) -> None:
+        """Check that requests may ask for hidden states, or raise ValueError."""
+        if not self.returns_hidden_states:
+            raise ValueError(
+                "SGLANG_DFLASH_HIDDEN_STATES=features has no effect without --enable-return-hidden-states; add the "
+                "flag, or unset the variable"
             )
 
 
@@ -165,6 +174,7 @@ def arguments_of(server_args: Any) -> Arguments:
         memory_saver=args.enable_memory_saver,
         backs_up_draft=args.enable_weights_cpu_backup or args.enable_draft_weights_cpu_backup,
         max_requests=args.max_running_requests,
+        returns_hidden_states=args.enable_return_hidden_states or args.return_hidden_states_mode is not None,
         deepep_rows=deepep_rows_of(args),
     )
 

@@ -16,6 +16,7 @@ from sglang_dflash.engine.stages.drafter import Drafter
 from sglang_dflash.engine.stages.dry_run import reserve_bytes
 from sglang_dflash.engine.stages.engines import build_engines
 from sglang_dflash.engine.stages.greedy import Whole
+from sglang_dflash.engine.stages.outputs import HiddenStates
 from sglang_dflash.engine.stages.planner import Planner
 from sglang_dflash.engine.stages.ranks import OneGroup
 from sglang_dflash.engine.stages.simulated import SimulatedAccept
@@ -34,6 +35,7 @@ def build_stages(
     *,
     logits: Whole,
     ranks: OneGroup,
+    hidden_states: HiddenStates,
     widths: Sequence[int],
     copy: Copy,
     n_slots: int,
@@ -52,6 +54,7 @@ def build_stages(
             another width's `State`.
         logits: form of the logits that a verify returns, see `verified_logits`.
         ranks: arrangement of the ranks, see `OneGroup`.
+        hidden_states: rows for requests with `return_hidden_states`.
         widths: verify widths.
         copy: use of n-gram copies.
         n_slots: slots of a drafted block.
@@ -68,12 +71,12 @@ def build_stages(
         *states,
         widths,
         widest=most,
-        reserve_bytes=reserve_bytes(target, draft, choice, widths),
+        reserve_bytes=reserve_bytes(target, draft, choice, widths, hidden_states.n_waiting),
     )
     return Stages(
         planner=planner,
         drafter=Drafter(draft, slots, n_slots, layout, ranks.draft_scope(target)),
-        verifier=Verifier(worker, engines, ranks, on_host=on_host),
+        verifier=Verifier(worker, engines, ranks, hidden_states, on_host=on_host),
         choice=choice,
         accept=SimulatedAccept(simulated) if simulated else ACCEPT.form_for(planner.req_to_token),
         context_kv=ContextKV(

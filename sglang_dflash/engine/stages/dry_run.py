@@ -207,12 +207,15 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
     return memory.max_memory_allocated() - before
 
 
-def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, widths: Sequence[int]) -> int:
+def reserve_bytes(
+    target: ModelRunner, draft: ModelRunner, choice: Choice, widths: Sequence[int], n_waiting: int = 0
+) -> int:
     """Return the bytes that steps and prompts need in addition to the memory in use.
 
     The bytes cover sampling, measured by `Choice.dry_run`, and a prompt's features, which exist twice while the outputs
-    of the target's layers are concatenated. A server without widths (prefill-only) samples one slot per request. The
-    bytes of sampling are also stored in `target.sampling_prewarm_result`.
+    of the target's layers are concatenated. The features of `n_waiting` earlier prompts wait for their copy to the
+    host. A server without widths (prefill-only) samples one slot per request. The bytes of sampling are also stored in
+    `target.sampling_prewarm_result`.
 
     Raises:
         RuntimeError: sampling does not fit into the free memory.
@@ -232,4 +235,4 @@ def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, width
     )
     schedule = get_schedule()
     n_tokens = max(schedule.chunked_prefill_size or 0, 0) or schedule.max_prefill_tokens  # None, 0 or less: no chunks
-    return sampling + 2 * n_tokens * draft.model.fc.weight[0].nbytes
+    return sampling + (2 + n_waiting) * n_tokens * draft.model.fc.weight[0].nbytes

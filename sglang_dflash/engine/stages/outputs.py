@@ -1,4 +1,4 @@
-"""Optional outputs per token: last hidden state, the sampler's support (tokens that may be drawn), routed experts.
+"""Optional outputs per token: hidden state or features, the sampler's support (tokens that may be drawn), experts.
 
 As without speculation, a token's outputs belong to the token row whose logits the token was drawn from. SGLang's
 scheduler reads the rows of the committed tokens, by request and slot. If no request of a batch needs the outputs,
@@ -22,10 +22,58 @@ from torch import nn
 from sglang_dflash.errors import NotSupported
 
 
+class HiddenStates:
+    """Rows for requests with `return_hidden_states`: hidden states after the target's final norm, [T, hidden size]."""
+
+    n_waiting = 0  # prompts whose features are copied while the next prompt is read
+
+    @staticmethod
+    def rows(output: LogitsProcessorOutput) -> torch.Tensor:
+        """Return the rows of all tokens, in memory that the next replay of a graph may overwrite."""
+        return output.last_hidden_states
+
+    def copied(self, batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
+        """Return a copy of the rows; None if no request needs them.
+
+        A copy is needed, because a graph's next replay may overwrite the output before it is transferred to the host.
+        """
+        return self.rows(output).clone() if batch.return_hidden_states else None
+
+    def of_prompts(self, batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
+        """Return rows of every prompt token, or of each prompt's last token, depending on the server's mode.
+
+        None if no request needs them.
+        """
+        if not batch.return_hidden_states or get_server_return_hidden_states_mode().is_full():
+            return self.copied(batch, output)
+        last = [end - 1 for end in accumulate(batch.extend_lens)]
+        return self.rows(output).index_select(0, async_h2d(last, dtype=torch.int64, device=batch.device))
+
+
+class Features(HiddenStates):
+    """Rows of the draft's features instead, [T, C]: outputs of the captured layers, in the order of the draft."""
+
+    n_waiting = 1
+
+    @staticmethod
+    def rows(output: LogitsProcessorOutput) -> torch.Tensor:
+        return output.hidden_states
+
+
+def hidden_states_of(model: nn.Module, *, features: bool) -> HiddenStates:
+    """Return the variant of `HiddenStates` that this server uses, and prepare the target. Call this before capture.
+
+    Raises:
+        NotSupported: see `keep_hidden_states`.
+    """
+    if features:
+        return Features()
+    keep_hidden_states(model)
+    return HiddenStates()
+
+
 def keep_hidden_states(model: nn.Module) -> None:
     """Make the target return its last hidden states in addition to the features, if the server returns hidden states.
-
-    Call this before graphs are captured.
 
     Raises:
         NotSupported: the target has no `LogitsProcessor`, which returns the hidden states.
@@ -40,25 +88,6 @@ def keep_hidden_states(model: nn.Module) -> None:
         )
     for processor in processors:
         processor.keep_last_hidden_states = True
-
-
-def hidden_states(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
-    """Return a copy of the last hidden states of every row, [T, hidden size]; None if no request needs them.
-
-    A copy is needed, because a graph's next replay may overwrite the output before it is transferred to the host.
-    """
-    return output.last_hidden_states.clone() if batch.return_hidden_states else None
-
-
-def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
-    """Return the hidden states of every prompt token, or of each prompt's last token, depending on the server's mode.
-
-    None if no request needs them.
-    """
-    if not batch.return_hidden_states or get_server_return_hidden_states_mode().is_full():
-        return hidden_states(batch, output)
-    last = [end - 1 for end in accumulate(batch.extend_lens)]
-    return output.last_hidden_states.index_select(0, async_h2d(last, dtype=torch.int64, device=batch.device))
 
 
 def experts_of_blocks(widest: int) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.engine.stages import lora
 from sglang_dflash.engine.stages.forward import directly, has_experts, through_runner
-from sglang_dflash.engine.stages.outputs import hidden_states
+from sglang_dflash.engine.stages.outputs import HiddenStates
 from sglang_dflash.engine.stages.ranks import OneGroup
 from sglang_dflash.engine.stages.state import State
 from sglang_dflash.engine.step import Plan, Target
@@ -41,7 +41,13 @@ class Verifier:
     """Stage that runs the target over blocks, each width with its own attention backend and graphs."""
 
     def __init__(
-        self, worker: TpModelWorker, engines: Mapping[int, WidthEngine], ranks: OneGroup, *, on_host: bool
+        self,
+        worker: TpModelWorker,
+        engines: Mapping[int, WidthEngine],
+        ranks: OneGroup,
+        hidden_states: HiddenStates,
+        *,
+        on_host: bool,
     ) -> None:
         """Store the worker and choose the target's forward.
 
@@ -49,11 +55,13 @@ class Verifier:
             worker: the target's worker.
             engines: engine of each width.
             ranks: arrangement of the ranks.
+            hidden_states: rows for requests with `return_hidden_states`.
             on_host: the target runs on the CPU, without GPU emulation.
         """
         self.worker = worker
         self.engines = engines
         self.ranks = ranks
+        self.hidden_states = hidden_states
         runner = worker.model_runner
         self.own = runner.attn_backend, runner.decode_cuda_graph_runner
         eager = all(engine.graphs is None for engine in engines.values())
@@ -99,7 +107,7 @@ class Verifier:
         forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
         run = self.forward(forward_batch)
         output = run.logits_output
-        features_TC, output.hidden_states = output.hidden_states, hidden_states(batch, output)
+        features_TC, output.hidden_states = output.hidden_states, self.hidden_states.copied(batch, output)
         return Target(run, features_TC, tree)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:

@@ -256,6 +256,8 @@ def test_the_reserve_measures_sampling_with_the_largest_step(monkeypatch):
     weight = torch.zeros(3, 10, dtype=torch.bfloat16)  # a token has 10 features of 2 bytes
     draft = SimpleNamespace(model=SimpleNamespace(fc=SimpleNamespace(weight=weight)))
     assert reserve_bytes(target, draft, choice, (1, BLOCK)) == 500 + 2 * 100 * 20
+    assert reserve_bytes(target, draft, choice, (1, BLOCK), n_waiting=1) == 500 + 3 * 100 * 20
+    drawn.pop()
     (shape, info, positions), *rest = drawn
     assert not rest
     assert shape == (6 * BLOCK, V)

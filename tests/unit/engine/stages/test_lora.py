@@ -10,6 +10,7 @@ from sglang.srt.lora.backend.triton_backend import TritonLoRABackend
 from sglang.srt.lora.backend.triton_v2_backend import TritonV2LoRABackend
 
 from sglang_dflash.engine.stages import lora
+from sglang_dflash.engine.stages.outputs import HiddenStates
 from sglang_dflash.engine.stages.ranks import OneGroup
 from sglang_dflash.engine.stages.state import NoState
 from sglang_dflash.engine.stages.verifier import Verifier, WidthEngine
@@ -39,7 +40,7 @@ def test_each_width_uses_the_adapter_state_of_its_own_graphs() -> None:
     for width in (16, 1, 4):
         backend.init_decode(width)
         engines[width] = WidthEngine("backend", "graphs", NoState(), lora.routing_of(runner))
-    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=False)
+    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), HiddenStates(), on_host=False)
     for width in (16, 4, 1, 16):
         verifier.use(width)
         assert backend.cuda_graph_batch_info == f"static of {width}"

@@ -10,6 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from torch import nn
 
 from sglang_dflash.engine.stages import outputs
+from sglang_dflash.engine.stages.outputs import Features, HiddenStates
 from sglang_dflash.engine.stages.sampling import slots_of
 from sglang_dflash.errors import NotSupported
 
@@ -27,8 +28,8 @@ def batch_of(**fields: Any) -> Any:
     return SimpleNamespace(**{"return_hidden_states": False, "extend_lens": [2, 1, 3], "device": "cpu"} | fields)
 
 
-def output_of(rows_TH: torch.Tensor | None = None, masks: SamplingMaskOutput | None = None) -> LogitsProcessorOutput:
-    return LogitsProcessorOutput(None, last_hidden_states=rows_TH, sampling_mask_output=masks)
+def output_of(masks: SamplingMaskOutput | None = None) -> LogitsProcessorOutput:
+    return LogitsProcessorOutput(None, sampling_mask_output=masks)
 
 
 class Target(nn.ModuleList):
@@ -44,40 +45,48 @@ def logits_processor() -> LogitsProcessor:
 
 def test_the_target_keeps_hidden_states_if_the_server_returns_them(mode: CaptureHiddenMode) -> None:
     processors = [logits_processor() for _ in range(2)]  # a nested model may have its own processor
-    outputs.keep_hidden_states(Target([Target([processors[0]]), processors[1]]))
+    target = Target([Target([processors[0]]), processors[1]])
+    assert type(outputs.hidden_states_of(target, features=True)) is Features
+    assert [one.keep_last_hidden_states for one in processors] == [False] * 2
+    assert type(outputs.hidden_states_of(target, features=False)) is HiddenStates
     assert [one.keep_last_hidden_states for one in processors] == [mode != CaptureHiddenMode.NULL] * 2
 
 
 def test_a_target_without_hidden_states_is_refused_if_the_server_returns_them(mode: CaptureHiddenMode) -> None:
+    outputs.hidden_states_of(Target(), features=True)
     if mode == CaptureHiddenMode.NULL:
-        outputs.keep_hidden_states(Target())
+        outputs.hidden_states_of(Target(), features=False)
         return
     with pytest.raises(NotSupported, match=r"^Target computes its logits without .*; leave out --enable-return-hidden"):
-        outputs.keep_hidden_states(Target())
+        outputs.hidden_states_of(Target(), features=False)
 
 
-def test_hidden_states_are_not_copied_unless_requested(mode: CaptureHiddenMode) -> None:
-    assert outputs.hidden_states(batch_of(), output_of()) is None
-    assert outputs.hidden_states_of_prompts(batch_of(), output_of()) is None
+@pytest.mark.parametrize("returned", [HiddenStates(), Features()], ids=["final", "features"])
+def test_hidden_states_are_not_copied_unless_requested(returned: HiddenStates, mode: CaptureHiddenMode) -> None:
+    assert returned.copied(batch_of(), output_of()) is None
+    assert returned.of_prompts(batch_of(), output_of()) is None
 
 
 def test_the_rows_of_a_step_are_a_copy() -> None:
-    rows_TH = torch.randn(2 * N, 3)
+    rows_TH, features_TC = torch.randn(2 * N, 3), torch.randn(2 * N, 6)
+    output = LogitsProcessorOutput(None, hidden_states=features_TC, last_hidden_states=rows_TH)
     batch = batch_of(return_hidden_states=True)
-    found = outputs.hidden_states(batch, output_of(rows_TH))
-    assert torch.equal(found, rows_TH)
-    before = found.clone()
+    found = [returned.copied(batch, output) for returned in (HiddenStates(), Features())]
+    before = rows_TH.clone(), features_TC.clone()
     rows_TH.zero_()  # as the next graph replay overwrites the rows
-    assert torch.equal(found, before)
+    features_TC.zero_()
+    assert all(map(torch.equal, found, before))
 
 
 def test_prompts_return_only_their_last_rows_in_last_mode(mode: CaptureHiddenMode) -> None:
     if mode == CaptureHiddenMode.NULL:
         pytest.skip("no request can ask for hidden states")
     rows_TH = torch.arange(6.0)[:, None]
-    batch = batch_of(return_hidden_states=True)
-    found = outputs.hidden_states_of_prompts(batch, output_of(rows_TH))
-    assert found.flatten().tolist() == ([1, 2, 5] if mode == CaptureHiddenMode.LAST else [0, 1, 2, 3, 4, 5])
+    output = LogitsProcessorOutput(None, hidden_states=rows_TH + 10, last_hidden_states=rows_TH)
+    wanted = [1, 2, 5] if mode == CaptureHiddenMode.LAST else [0, 1, 2, 3, 4, 5]
+    for returned, first in ((HiddenStates(), 0), (Features(), 10)):
+        found = returned.of_prompts(batch_of(return_hidden_states=True), output)
+        assert (found - first).flatten().tolist() == wanted
 
 
 def test_slots_of_requests() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from sglang_dflash.engine.host import results
 from sglang_dflash.engine.stages.copier import NoCopies
+from sglang_dflash.engine.stages.outputs import HiddenStates
 from sglang_dflash.engine.stages.ranks import OneGroup
 from sglang_dflash.engine.stages.state import NoState
 from sglang_dflash.engine.stages.verifier import Verifier, WidthEngine
@@ -29,7 +30,7 @@ def make_verifier() -> Verifier:
         attn_backend=OWN[0], decode_cuda_graph_runner=OWN[1], device="cuda", forward=lambda batch: batch
     )
     engines = {n: WidthEngine(f"backend of {n}", f"graphs of {n}", NoState(), {}) for n in (1, 4)}
-    return Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=True)
+    return Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), HiddenStates(), on_host=True)
 
 
 def test_prompts_are_read_with_sglangs_own_backend():
@@ -46,7 +47,7 @@ def test_prompts_are_read_with_sglangs_own_backend():
 
     verifier.worker.forward_batch_generation = read
     ours = DFlashWorker.__new__(DFlashWorker)
-    ours._target_worker = verifier.worker
+    ours._target_worker, ours.hidden_states = verifier.worker, HiddenStates()
     ours.width = SimpleNamespace(interrupt=lambda: None)
     ours.stages = SimpleNamespace(
         verifier=verifier,
@@ -157,7 +158,7 @@ def test_only_a_plain_target_on_the_host_is_called_directly(on_host, model, grap
         forward=lambda batch: SimpleNamespace(logits_output="through the runner"),
     )
     engines = {4: WidthEngine(runner.attn_backend, graphs, NoState(), {})}
-    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=on_host)
+    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), HiddenStates(), on_host=on_host)
     batch = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
     assert verifier.forward(batch).logits_output == way
 
