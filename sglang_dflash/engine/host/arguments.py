@@ -13,14 +13,14 @@ from sglang_dflash.errors import NotSupported
 
 # SGLang's arguments that are refused with DFLASH, with the reason.
 UNSUPPORTED = {
-    "enable_unified_memory": "it moves KV slots, but this plugin writes the draft's K/V to fixed slots",
-    "enable_unified_cache_external_linker": "it would store the draft's K/V before the draft has written them",
-    "disaggregation_decode_enable_offload_kvcache": "the draft's K/V would not be offloaded",
+    "enable_unified_memory": "it keeps the draft's K/V in the target's pages, but this plugin has a separate pool",
+    "enable_unified_cache_external_linker": "it may store K/V that the draft writes in a later step",
+    "disaggregation_decode_enable_offload_kvcache": "only the target's K/V would be offloaded",
     "enable_two_batch_overlap": "verify cannot split a batch in two",
     "enable_linear_replayssm": "a step of one token would put its state change where this plugin does not read",
     "enable_linear_replayssm_spec": "this plugin records the state changes of a block itself",
-    "enable_return_indexer_topk": "a draft's start replaces SGLang's recorder of these values by none",
-    "enable_torch_compile": "it was not tested, and may compile the target once per verify width",
+    "enable_return_indexer_topk": "SGLang's start of a draft removes its recorder of these values",
+    "enable_torch_compile": "it was not tested, and would compile for each batch size and verify width of a graph",
     "kt_weight_path": "kt-kernel prepares its buffers for one list of batch sizes, but each verify width has its own",
     "use_ray": "Ray's schedulers do not load plugins",
     "debug_tensor_dump_output_folder": "SGLang's dump needs a module named `model`, which a draft lacks",
