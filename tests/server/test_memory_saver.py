@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.tiny.pairs import DENSE
+from tests.fixtures.kinds import write_kind
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import Oracle, oracle
-from tests.server.lib.rehearsals import FA3, GRAPHS, RANDOM_WIDTHS, SM90
+from tests.server.lib.rehearsals import FA3, GRAPHS, RANDOM_WIDTHS, SM90, STREAMS, TWO_RANKS
 from tests.server.lib.talk import post, push, steps, stream, tokens_of
 from tests.server.lib.variants import TRACK, VARIANTS, window
 
@@ -43,6 +46,8 @@ ROWS = {
     "hybrid": Row((*FA3, *GRAPHS, *TRACK)),
     "dense": Row((*FA3, *GRAPHS), target="dense"),
     "window": Row((*FA3, *GRAPHS, *TRACK, *window(64)), draft_window=64),
+    "two ranks": Row((*FA3, *GRAPHS, *TRACK, "--tp-size", "2"), TWO_RANKS + GRAPH_MEMORY),
+    "streams": Row((*FA3, *GRAPHS, *TRACK), STREAMS + GRAPH_MEMORY),
     "graphs kept": Row((*FA3, *GRAPHS), env=SM90),
     "fp8 head": Row((*FA3, *GRAPHS), SM90 + GRAPH_MEMORY + (("SGLANG_DFLASH_DRAFT_HEAD", "fp8"),), knows_steps=False),
     "widths and copies": Row(
@@ -81,9 +86,12 @@ def start(pool: Any, row: Row, flags: tuple[str, ...]) -> Server:
 
 
 def require_no_growth(server: Server, n_bytes: list[int]) -> None:
-    """Require that each round released the same bytes, and that the scheduler's memory did not grow."""
-    rounds = released(server)
-    assert [rounds[: len(TAGS)]] * N_ROUNDS == [rounds[i : i + len(TAGS)] for i in range(0, len(rounds), len(TAGS))]
+    """Require that each round released the same bytes on all ranks, and that a scheduler's memory did not grow."""
+    found = released(server)
+    n = len(found) // N_ROUNDS
+    rounds = [sorted(found[i : i + n]) for i in range(0, len(found), n)]
+    assert n % len(TAGS) == 0
+    assert rounds == rounds[:1] * N_ROUNDS
     assert n_bytes[-1] < n_bytes[1] + GROWTH
 
 
@@ -164,6 +172,24 @@ def test_a_trainer_pushes_weights_between_rollouts(target: str, pool: Any, quest
             expected[i % 2].require_from(server, concurrency)
         n_bytes.append(scheduler_bytes(server))
     require_no_growth(server, n_bytes)
+    pool.drop(server)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["reduced", "laguna"])
+def test_another_kind_of_draft_is_kept(kind: str, pool: Any, questions: Callable, tmp_path: Path) -> None:
+    """A reduced vocabulary has a copy of the head's rows. It follows the target's weights, which are pushed."""
+    prompts = questions(N_PROMPTS, "dense", seed=36)
+    pair = write_kind(kind, DENSE, prompts, tmp_path / kind)
+    expected = Oracle(pair, None, None).expect(prompts, MAX_NEW_TOKENS)
+    server = pool.get(target=kind, pair=pair, flags=(*DRAFT_KEPT, *FA3, *GRAPHS), env=dict(SM90 + GRAPH_MEMORY))
+    expected.require_from(server, concurrency=1)
+    for _ in range(2):
+        release(server, *TAGS)
+        resume(server, *TAGS)
+        assert push(server, load_file(DENSE.target / "model.safetensors")).status_code == 200
+        for concurrency in (1, 3):
+            expected.require_from(server, concurrency)
     pool.drop(server)
 
 
