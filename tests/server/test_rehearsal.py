@@ -150,6 +150,7 @@ FAULTY = {
     "a_value_read_in_the_draft": (REHEARSALS["fa3-graphs"], CAPTURED),
     "a_host_length_in_the_draft": (REHEARSALS["fa3-graphs"], "steps"),
     "a_page_table_in_new_memory": (REHEARSALS["fa3-graphs"], "answers"),
+    "own_index_buffers": (REHEARSALS["fa3-graphs-streams-1-and-16"], "width 1 has its own decode_cuda_graph_metadata"),
     # Only fa3 with full prefill graphs checks that its metadata is for the right number of requests.
     "prompts_on_the_last_width": (REHEARSALS["fa3-full-prefill-graphs-widths"], "full-CG prefill metadata"),
     "a_barrier_left_out": (REHEARSALS["fa3-graphs-streams"], "UnorderedAccess"),

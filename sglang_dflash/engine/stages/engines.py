@@ -2,7 +2,8 @@
 
 SGLang's backends and graph runners read the number of tokens per request from SGLang's configuration when they are
 created. So they are created for each width, with this width in the configuration. All widths share weights and memory
-pools. They also share the scratch memory of attention kernels, because forwards run one after another.
+pools. They also share the scratch memory of attention kernels and the index buffers of graphs (`index_buffers.py`),
+because forwards run one after another.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy as np
 import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from torch import nn
 
+from sglang_dflash.engine.stages.index_buffers import share_buffers
 from sglang_dflash.engine.stages.lora import keep_buffers, routing_of
 from sglang_dflash.engine.stages.ranks import free_gib, from_first_rank
 from sglang_dflash.engine.stages.state import State
@@ -63,7 +64,7 @@ def build_engines(
     keep_buffers(runner)
 
     def build(width: int) -> WidthEngine:
-        return own if width == widest else _build_engine(runner, state_for(width), width, captured=own.graphs)
+        return own if width == widest else _build_engine(runner, state_for(width), width, own)
 
     def left_gib() -> float:
         return math.inf if own.graphs is None else free_gib(runner)
@@ -148,7 +149,7 @@ class Attempt:
         return self.ran_out and self.may_fail
 
 
-def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> WidthEngine:
+def _build_engine(runner: ModelRunner, state: State, width: int, widest: WidthEngine) -> WidthEngine:
     with get_spec().override(speculative_num_draft_tokens=width):
         backend = runner._get_attention_backend(init_new_workspace=False)
         # SGLang sets these two attributes on its own backend in the same way.
@@ -156,8 +157,9 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
         backend.decode_attention_backend_str = runner.decode_attention_backend_str
         runner.kv_index_translator.bind_and_verify_backends([backend])
         state.attach(backend)
-        graphs = None
+        graphs, captured = None, widest.graphs
         if captured is not None:
+            share_buffers(backend, widest.backend)
             with capturing(fewer(captured.capture_bs, width)), without_hooks(runner.model):
                 graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
     return WidthEngine(backend, graphs, state, routing_of(runner))

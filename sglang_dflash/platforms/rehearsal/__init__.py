@@ -11,6 +11,7 @@ interpreter too. With `streams` CUDA's streams are emulated. The emulation is ex
     graph             capture and replay
     tape              recorder of a capture
     cost              limits of a captured forward: reads of each weight, and number of launches
+    buffers           memory rule of captured graphs: buffers for the context exist once, not per verify width
     launches          limits of a decode step's launches; a replay is one launch
     host              marks of host tensors, and checks of the host's reads
     streams           streams and events, and the check that accesses to memory are ordered

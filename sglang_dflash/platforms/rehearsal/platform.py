@@ -57,13 +57,14 @@ class RehearsalPlatform(CpuPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         from sglang_dflash.engine.host import contract as host
         from sglang_dflash.engine.host.names import SECTIONS
-        from sglang_dflash.platforms.rehearsal import cost, models, overlap, seams
+        from sglang_dflash.platforms.rehearsal import buffers, cost, models, overlap, seams
 
         seams.lora()
         super().post_load_model(model)
         seams.graphs()
         models.layers(model)
         cost.watch_parameters(model)
+        buffers.install()
         seams.attention()
         if flags.current().rehearse.streams:
             host.check(SECTIONS["streams"])

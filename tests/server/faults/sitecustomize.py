@@ -9,6 +9,7 @@ import os
 from after_loading import edit_after_loading
 
 DRAFTER, VERIFIER = "sglang_dflash.engine.stages.drafter", "sglang_dflash.engine.stages.verifier"
+ENGINES = "sglang_dflash.engine.stages.engines"
 DRAFT_MODEL = "sglang_dflash.engine.draft.sglang_model"
 SCHEDULER = "sglang.srt.managers.scheduler"
 QWEN = "sglang.srt.models.qwen3_5"
@@ -71,6 +72,11 @@ def a_page_table_in_new_memory(flash_attention) -> None:
     backend._set_decode_page_metadata = prepare_in_new_memory
 
 
+def own_index_buffers(engines) -> None:
+    """Keep the index buffers that SGLang allocates for each verify width."""
+    engines.share_buffers = lambda backend, widest: None
+
+
 def prompts_on_the_last_width(verifier) -> None:
     """Keep the attention backend of the last verify width when the target prefills prompts."""
     verifier.Verifier.restore = lambda self: None
@@ -110,8 +116,8 @@ FAULTS = {
     for fault, module in (
         (drafts_in_the_graph, DRAFTER), (a_value_read_in_the_draft, DRAFT_MODEL),
         (a_host_length_in_the_draft, DRAFT_MODEL), (a_page_table_in_new_memory, FLASH_ATTENTION),
-        (prompts_on_the_last_width, VERIFIER), (a_barrier_left_out, SCHEDULER), (a_branch_not_forked, QWEN),
-        (a_branch_not_joined, QWEN),
+        (own_index_buffers, ENGINES), (prompts_on_the_last_width, VERIFIER), (a_barrier_left_out, SCHEDULER),
+        (a_branch_not_forked, QWEN), (a_branch_not_joined, QWEN),
     )
 }  # fmt: skip
 fault, module = FAULTS[os.environ["FAULT"]]

@@ -126,6 +126,9 @@ REHEARSALS = {
     "trtllm-and-a-draft-on-fa4": Rehearsal((*TRTLLM, *BREAKABLE, *PAGES_64, *TRACK), SM100),
     "fa3-and-a-draft-on-flashinfer": Rehearsal((*attention("fa3", draft="flashinfer"), *GRAPHS, *TRACK)),
     "triton-graphs": Rehearsal((*TRITON, *GRAPHS), n_prompts=4, max_new_tokens=32),
+    "triton-graphs-widths": Rehearsal(
+        (*TRITON, *GRAPHS), SM90_WIDTHS, knows_steps=False, n_prompts=4, max_new_tokens=32
+    ),
     "triton-eager-pages-window": Rehearsal(
         (*TRITON, *EAGER, *PAGES, *window(64)), draft_window=64, n_prompts=4, max_new_tokens=32
     ),

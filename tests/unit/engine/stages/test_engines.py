@@ -145,11 +145,13 @@ def test_graphs_are_captured_with_the_state_attached(monkeypatch: pytest.MonkeyP
     class Graphs:
         capture_bs = (1, 2)
 
-        def __init__(self, runner: object, **_: object) -> None:
+        def __init__(self, runner: object, attn_backend: Any, **_: object) -> None:
+            attn_backend.init_cuda_graph_state(2, 8)
             order.append("captured")
 
+    backend = SimpleNamespace(init_cuda_graph_state=lambda max_bs, max_num_tokens: order.append("allocated"))
     runner = SimpleNamespace(
-        _get_attention_backend=lambda **_: order.append("backend") or SimpleNamespace(),
+        _get_attention_backend=lambda **_: order.append("backend") or backend,
         prefill_attention_backend_str="fa3",
         decode_attention_backend_str="fa3",
         kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: order.append("bound")),
@@ -159,8 +161,10 @@ def test_graphs_are_captured_with_the_state_attached(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engines, "get_spec", lambda: SimpleNamespace(override=lambda **_: nullcontext()))
     monkeypatch.setattr(engines, "capturing", lambda sizes: nullcontext())
     monkeypatch.setattr(engines, "routing_of", lambda runner: {})
-    engines._build_engine(runner, state, 4, Graphs.__new__(Graphs))
-    assert order == ["backend", "bound", "attached", "captured"]
+    widest = WidthEngine(SimpleNamespace(cuda_graph_kv_indices=1), Graphs.__new__(Graphs), NoState(), {})
+    monkeypatch.setattr(engines, "share_buffers", lambda one, other: order.append("shared"))
+    assert engines._build_engine(runner, state, 4, widest).backend is backend
+    assert order == ["backend", "bound", "attached", "shared", "allocated", "captured"]
 
 
 def test_hooks_are_off_while_graphs_are_captured() -> None:

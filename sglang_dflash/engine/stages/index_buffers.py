@@ -1,0 +1,86 @@
+"""Index buffers of captured graphs, shared by the engines of all widths.
+
+The indices of a batch state where its K/V lie: page tables, or lists of KV slots. For captured graphs, SGLang's
+attention backends keep them in buffers for the largest batch and the longest context, some backends for every token of
+a block. With a long context this can be more than a gigabyte per width. So the graphs of all widths use the buffers of
+the widest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask
+
+# Attributes of backends with indices, or with scratch memory of a kernel.
+BUFFERS = (
+    "cuda_graph_kv_indices",  # flashinfer (a list), triton
+    "cuda_graph_custom_mask",  # flashinfer
+    "cuda_graph_window_kv_indices",  # these and the next: triton
+    "cuda_graph_attn_logits",
+    "cuda_graph_swa_attn_logits",
+    "cuda_graph_attn_lse",
+    "_verify_mask",
+)
+# Dictionaries with page tables in fa3, fa4 and trtllm_mha, and the entries that have the same content at all widths.
+METADATA = ("decode_cuda_graph_metadata", "target_verify_metadata", "draft_extend_metadata")
+TABLES = ("page_table", "swa_page_table", "page_table_draft_decode", "swa_page_table_draft_decode", "strided_indices")
+
+
+def share_buffers(backend: AttentionBackend, widest: AttentionBackend) -> None:
+    """Make the graphs of `backend`, not captured yet, use the index buffers of `widest`, which is captured.
+
+    SGLang first allocates the buffers of `backend`. They are replaced, and so freed, before the first capture.
+    """
+    allocate = backend.init_cuda_graph_state
+
+    def allocate_and_replace(max_bs: int, max_num_tokens: int) -> None:
+        allocate(max_bs, max_num_tokens)
+        # A graph must not read indices that were written for another graph. This holds, because every replay's indices
+        # are written on the stream of the replays, after the previous replay: by SGLang's forward right before the
+        # replay, or by the graph itself. No step plans its verify earlier (`defer_metadata_init` in `Verifier.verify`),
+        # and SGLang's overlap plan stream only reserves KV slots.
+        for narrow, wide in zip(parts(backend), parts(widest), strict=True):
+            replace(narrow, wide, BUFFERS)
+            for name in METADATA:
+                replace(narrow.get(name, {}), wide.get(name, {}), TABLES)
+
+    backend.init_cuda_graph_state = allocate_and_replace  # type: ignore[method-assign]
+
+
+def parts(backend: AttentionBackend) -> Iterator[dict[str, Any]]:
+    """Yield the attributes of the backends for full attention of which `backend` is composed."""
+    match backend:
+        case HybridLinearAttnBackend():
+            yield from parts(backend.full_attn_backend)
+        case HybridAttnBackend():
+            yield from parts(backend.decode_backend)
+            yield from parts(backend.prefill_backend)
+        case _:
+            yield vars(backend)
+
+
+def replace(narrow: dict[str, Any], wide: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Replace the buffers `names` of a narrower width by those of the widest, if both have them."""
+    for name in names:
+        if name in narrow and name in wide:
+            narrow[name] = larger(narrow[name], wide[name])
+
+
+def larger(narrow: Any, wide: Any) -> Any:
+    """Return the widest width's buffer, or buffers, in place of those of a narrower width, if large enough."""
+    match narrow, wide:
+        case list(), list():
+            return [larger(*pair) for pair in zip(narrow, wide, strict=True)]
+        case VerifyMask(), VerifyMask():
+            fits = narrow.buffer.numel() <= wide.buffer.numel()
+        case torch.Tensor(), torch.Tensor():
+            fits = narrow.dtype == wide.dtype and len(narrow) <= len(wide) and narrow.shape[1:] == wide.shape[1:]
+        case _:
+            fits = False
+    return wide if fits else narrow
