@@ -84,6 +84,8 @@ class Choice:
         if self._reads_only_the_largest(batch):
             target_T = self.logits.likeliest(output.next_token_logits)
             output.next_token_logits = None
+            if self.logits.agreed:
+                return target_T.view(tokens_BN.shape)
         else:
             output.next_token_logits = self.logits.whole(output.next_token_logits)
             target_T = self._draw(batch, plan, tokens_BN, target, grammar_barrier)

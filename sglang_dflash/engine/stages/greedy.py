@@ -43,6 +43,8 @@ def logits_buffer(runner: ModelRunner, n_rows: int) -> torch.Tensor | None:
 class Whole:
     """Form of a verify's logits: the whole vocabulary on every rank."""
 
+    agreed = False  # whether `likeliest` returns equal tokens on all ranks, so that no broadcast is needed
+
     def likeliest(self, logits_TV: torch.Tensor) -> torch.Tensor:
         """Return the token id of the largest logit of every row, int64 [T]; the lowest id on ties."""
         return argmax(logits_TV)
@@ -57,6 +59,8 @@ class Shards(Whole):
 
     A cast to fp32, as in SGLang's forward, keeps order and ties. So the argmax in the head's dtype equals that in fp32.
     """
+
+    agreed = True  # every rank chooses among the same values, those of all ranks
 
     def __init__(self, runner: ModelRunner, processor: LogitsProcessor, ends: TargetEnds) -> None:
         self.runner, self.processor, self.ends = runner, processor, ends

@@ -413,3 +413,15 @@ def test_ranks_use_the_tokens_drawn_by_the_first_rank(row):
     choice.begin(batch)
     assert choice.anchors(batch, torch.tensor([5])).tolist() == [40]
     assert chosen(choice, batch, torch.zeros(1, N, V), [1]).tolist() == [[40] * N]
+
+
+@BOTH
+def test_tokens_from_an_exchange_are_not_broadcast(row):
+    """After an exchange of the ranks' largest logits all ranks have the same tokens. Sampled tokens are broadcast."""
+    broadcast = list[int]()
+    second = SimpleNamespace(world_size=2, rank_in_group=1, broadcast=lambda tokens, src: broadcast.append(src))
+    logits = Kinds()
+    logits.agreed = True
+    choice, batch = make_choice(second, logits), batch_of(info_of([row]), request([1]))
+    chosen(choice, batch, torch.zeros(1, N, V), [1])
+    assert broadcast == ([] if batch.sampling_info.is_all_greedy else [0])
