@@ -24,9 +24,8 @@ average. If no run of SHORTEST tokens recurs, the block is unchanged.
 Shapes: B requests, N slots per block, D = N - 1 drafts per block and also number of places; text table of Q rows of M
 tokens, one row per request that the server can run at once; K classes, with two counts (2) each: gain and n.
 Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup. Copies inside a block are new here.
-Cost: reads each text once per PLACES places, at most 4M bytes per request, and little else: 4.2 MB for 32 requests of
-32k tokens. There are two launches: the first clears 4BN bytes, the second is the kernel. The kernel's time does not
-depend on the number of matches.
+Cost: one launch, or two without `scratch_S`. It reads each text once per PLACES places, at most 4M bytes per request,
+and little else: 4.2 MB for 32 requests of 32k tokens. The time does not depend on the number of matches.
 
 A negative token is a placeholder, e.g. for a part of an image. It matches no token and is not copied: the guess stays
 in that slot. The resulting block is written to the text table after the prefix. So the anchor and the accepted drafts
@@ -68,7 +67,7 @@ class Copied(NamedTuple):
     length_BD: torch.Tensor  # int32, `length` of each place; 0: no match
 
 
-def copy_draft_ref(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
+def copy_draft_ref(tokens_BN: torch.Tensor, texts: Texts, scratch_S: torch.Tensor | None = None) -> Copied:
     """Define `copy_draft`, in PyTorch."""
     B, N = tokens_BN.shape
     drafted_BN, place_B = tokens_BN.clone(), torch.full((B,), N - 1, dtype=torch.int32)
@@ -116,13 +115,16 @@ def length_class(length: int) -> int:
 CLASS_OF = np.array([0, *map(length_class, range(1, LONGEST + 1))])  # class of each length; class 0 for length 0
 
 
-def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Compute `copy_draft` one request at a time, but all places of the request at once."""
+def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts, scratch_S: torch.Tensor | None = None) -> Copied:
+    """Compute `copy_draft` one request at a time, but all its places at once. If N = 1, take all requests at once."""
     B, N = tokens_BN.shape
     int32_2BD, place_B = np.zeros((2, B, N - 1), np.int32), np.full(B, N - 1, np.int32)
     (source_BD, length_BD), drafted_BN = int32_2BD, tokens_BN.numpy().copy()
     prefix_len_B, rows_B, text_QM, counts_QK2 = (tensor.numpy() for tensor in texts)
-    for b in range(B):
+    if N == 1:
+        inside_B = prefix_len_B < text_QM.shape[1]
+        text_QM[rows_B[inside_B], prefix_len_B[inside_B]] = drafted_BN[inside_B, 0]
+    for b in range(B if N > 1 else 0):
         row, n, block_N = rows_B[b], int(prefix_len_B[b]), drafted_BN[b]
         text_L = np.concatenate([text_QM[row, :n], block_N])
         best_D = longest_matches(text_L, n)
@@ -194,8 +196,8 @@ def _copy_draft_kernel(
 ):  # fmt: skip
     """Search tiles of a text for matches. A request's last program to finish also chooses the copy and writes results.
 
-    `found` [B, N] is zero before the launch. found[b, d] becomes length << LENGTH_BIT | source of place d's match.
-    found[b, N - 1] counts the programs of request b that have finished.
+    `found` [B, N] is zero before and after the launch. found[b, d] becomes length << LENGTH_BIT | source of place d's
+    match. found[b, N - 1] counts the programs of request b that have finished.
 
     The tail of place d + 1 is the tail of place d and one more token. So the last tokens of the tails of PLACES places
     form one window of PLACES + LONGEST tokens. For each text position `end`, the text's token at end - j is compared
@@ -237,6 +239,8 @@ def _copy_draft_kernel(
     slot = tl.arange(0, BLOCK_N)  # [N]; place d follows slot d, so `slot` also indexes places
     # .cg skips the L1 cache, which may lack the results of other programs.
     match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")
+    tl.debug_barrier()  # every warp reads all matches, so none may be cleared before
+    tl.store(best + slot, 0, mask=slot < N)
     length = match >> _LENGTH_BIT  # [N]
     source = tl.where(length > 0, match & _POSITION, -1)
     kind = (length >= 2).to(tl.int32) + (length >= 4) + (length >= 8) + (length >= 16)
@@ -259,15 +263,15 @@ def _copy_draft_kernel(
     tl.store(length_out + b * (N - 1) + slot, length, mask=slot < N - 1)
 
 
-def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
+def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts, scratch_S: torch.Tensor | None = None) -> Copied:
     """Compute `copy_draft` by its kernel: programs for each request, part of the text, and PLACES places of a block."""
     B, N = tokens_BN.shape
     M = texts.text_QM.shape[1]
     int32_2BD = tokens_BN.new_empty(2, B, N - 1, dtype=torch.int32)
     out = Copied(torch.empty_like(tokens_BN), tokens_BN.new_empty(B, dtype=torch.int32), *int32_2BD)
     if B:
-        found_BN = tokens_BN.new_zeros(B, N, dtype=torch.int32)
-        n_parts = min(triton.cdiv(M + PLACES, TILE), max(PROGRAMS // B, LEAST))
+        found_BN = tokens_BN.new_zeros(B, N, dtype=torch.int32) if scratch_S is None else scratch_S
+        n_parts = min(triton.cdiv(M + PLACES, TILE), max(PROGRAMS // B, LEAST)) if N > 1 else 1
         grid = B, n_parts, max(1, triton.cdiv(N - 1, PLACES))
         blocks = {"BLOCK_N": triton.next_power_of_2(N), "BLOCK_M": TILE}
         _copy_draft_kernel[grid](tokens_BN, *texts, *out, found_BN, M, N, **blocks, num_warps=N_WARPS)
@@ -277,19 +281,25 @@ def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
 COPY_DRAFT = Forms(on_cpu=copy_draft_numpy, on_gpu=copy_draft_triton)
 
 
-def copy_draft(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
+def copy_draft(tokens_BN: torch.Tensor, texts: Texts, scratch_S: torch.Tensor | None = None) -> Copied:
     """Replace the last guesses of blocks by trusted copies, and write the blocks after the prefix in `text_QM`.
 
     Args:
         tokens_BN: int64, the anchor and the block's guesses; N >= 1, B may be 0.
         texts: token histories. `rows_B` must have no duplicates, which is not checked.
+        scratch_S: int32, B * N elements or more, for the search on a GPU. All are zero before and after each call.
+            None: a call allocates and clears its own.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """
     shapes = Shapes()
     shapes.check(torch.int64, tokens_BN=tokens_BN)
     check_texts(shapes, texts)
-    return COPY_DRAFT.form_for(tokens_BN)(tokens_BN, texts)
+    if scratch_S is not None:
+        shapes.check(torch.int32, scratch_S=scratch_S)
+        if len(scratch_S) < tokens_BN.numel():
+            raise ValueError(f"scratch_S has {len(scratch_S)} elements; pass {tokens_BN.numel()}, one per token")
+    return COPY_DRAFT.form_for(tokens_BN)(tokens_BN, texts, scratch_S)
 
 
 def check_texts(shapes: Shapes, texts: Texts) -> None:

@@ -1,3 +1,4 @@
+import functools
 import importlib
 
 import pytest
@@ -167,6 +168,15 @@ def test_the_kernel_is_the_definition(sizes, device) -> None:
         assert_same(copy_draft_triton, *drawn(*sizes, device=device))
 
 
+def test_scratch_memory_is_zero_again_after_a_search(device) -> None:
+    """So that the next search, of other requests and blocks, needs no launch that clears it."""
+    torch.manual_seed(0)
+    scratch_S = torch.zeros(50, dtype=torch.int32, device=device)
+    for sizes in ((2, 16, 300, 3), (3, 1, 40, 2), (1, 40, 200, 2), (4, 5, 60, 2)):
+        assert_same(functools.partial(copy_draft_triton, scratch_S=scratch_S), *drawn(*sizes, device=device))
+        assert not scratch_S.any()
+
+
 def run_backwards(monkeypatch) -> None:
     """Make the interpreter run the programs of a launch from last to first."""
     builder = type(importlib.import_module("triton.runtime.interpreter").interpreter_builder)
@@ -243,6 +253,8 @@ def test_int32_rows_and_wrong_arguments() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             copy_draft(tokens_BN, wrong)
+    with pytest.raises(ValueError, match=r"scratch_S has 7 elements; pass 8, one per token"):
+        copy_draft(tokens_BN, texts, torch.zeros(7, dtype=torch.int32))
     nowhere = Texts(*(tensor.to("meta") for tensor in texts))
     nowhere = nowhere._replace(text_QM=torch.empty(len(texts.text_QM), 1 << 26, dtype=torch.int32, device="meta"))
     with pytest.raises(ValueError, match="texts of 67108864 tokens; pass 5 classes, and less than 2"):

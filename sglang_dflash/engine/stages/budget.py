@@ -11,7 +11,7 @@ several operations. Examples are filling a graph's inputs, norms, and the window
     plan         2  the block; the verified part, if its width differs (each: tokens, positions, KV slots)
     catch_up     4  the launches of append, only after steps without drafts
     draft        4  the graph's inputs, attention metadata, the graph, a copy of its drafts
-    copy         2  the clearing of the search's results; the kernel that searches and copies
+    copy         1  the search, the copy and the write to the history
     verify       8  track slots (two), positions, inputs, metadata, state slots, query starts, the graph
     choose       1  argmax
     count        0  token counts, only for requests with penalties
@@ -38,7 +38,7 @@ LAUNCHES = {
     "plan": Budget(2, 2),
     "catch_up": Budget(4, 12),
     "draft": Budget(4, 13),
-    "copy": Budget(2, 2),
+    "copy": Budget(1, 1),
     "verify": Budget(8, 22),
     "choose": Budget(1, 1),
     "count": Budget(0, 0),

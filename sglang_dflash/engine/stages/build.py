@@ -87,5 +87,5 @@ def build_stages(
             block_size=n_slots,
             may_wait=slots_are_ours,
         ),
-        copier=make_copier(copy, planner.req_to_token, target.model_config.vocab_size),
+        copier=make_copier(copy, planner.req_to_token, target.model_config.vocab_size, most),
     )

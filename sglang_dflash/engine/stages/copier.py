@@ -100,13 +100,18 @@ class TextCopies:
     Invariant when a step begins: text_QM[r, :prefix_len] is the history before the anchor, for the request in row r.
     """
 
-    def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
-        """`req_to_token`: SGLang's request table [Q, M]."""
+    def __init__(self, req_to_token: torch.Tensor, vocab_size: int, widest: int) -> None:
+        """Store an empty history for each row of `req_to_token`, SGLang's request table [Q, M].
+
+        `widest`: largest verify width.
+        """
         self.vocab_size, self.device = vocab_size, req_to_token.device
         with saver.kv_cache():  # `read` writes a request's whole history again
             self.text_QM = torch.zeros_like(req_to_token, dtype=torch.int32)
         self.counts_QK2 = torch.zeros(len(req_to_token), N_CLASSES, 2, dtype=torch.int32, device=self.device)
         self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # over all requests, see `totals`
+        # Zero between searches. Searches of all steps run on one stream, so they can use the same memory.
+        self.scratch_S = torch.zeros(len(req_to_token) * widest, dtype=torch.int32, device=self.device)
         self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)
 
     def read(self, batch: ScheduleBatch) -> None:
@@ -125,11 +130,10 @@ class TextCopies:
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
         """Copy at each block's first trusted match (`kernels/copy_draft.py`), and write the block after the history."""
-        if plan.width == 1:  # nothing is drafted or copied, but the anchor joins the history
-            self.text_QM[plan.rows_B, plan.prefix_len_B] = drafts_BN[:, 0].to(torch.int32)
-            return CopyStep(drafts_BN, drafts_BN)
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
-        copied = self.copy_draft(drafts_BN, texts)
+        copied = self.copy_draft(drafts_BN, texts, self.scratch_S)
+        if plan.width == 1:  # nothing was drafted or copied, but the anchor has joined the history
+            return CopyStep(drafts_BN, drafts_BN)
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
@@ -150,8 +154,8 @@ class TextCopies:
 class RandomCopies(TextCopies):
     """Copier for tests. In each step each request trusts random classes of match lengths, equal on all ranks."""
 
-    def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
-        super().__init__(req_to_token, vocab_size)
+    def __init__(self, req_to_token: torch.Tensor, vocab_size: int, widest: int) -> None:
+        super().__init__(req_to_token, vocab_size, widest)
         self.generator = torch.Generator(self.device).manual_seed(0)
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
@@ -160,8 +164,13 @@ class RandomCopies(TextCopies):
         return super().copy(plan, drafts_BN)
 
 
-def make_copier(copy: Copy, req_to_token: torch.Tensor, vocab_size: int) -> Copier:
-    """Return the copier of this server; `req_to_token`: SGLang's request table [Q, M]."""
+def make_copier(copy: Copy, req_to_token: torch.Tensor, vocab_size: int, widest: int) -> Copier:
+    """Return the copier of this server.
+
+    Args:
+        req_to_token: SGLang's request table [Q, M].
+        widest: largest verify width.
+    """
     if copy is Copy.OFF:
         return NoCopies()
-    return (RandomCopies if copy is Copy.RANDOM else TextCopies)(req_to_token, vocab_size)
+    return (RandomCopies if copy is Copy.RANDOM else TextCopies)(req_to_token, vocab_size, widest)

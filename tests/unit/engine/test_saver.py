@@ -46,7 +46,7 @@ ALLOCATED: dict[str, tuple[Region, Callable[[], torch.Tensor]]] = {
     "extended rotary table": (WEIGHTS, lambda: table_after(5000)),
     "table of linear scaling": (WEIGHTS, lambda: table_after(5000, rope_type="linear", factor=4.0)),
     "waiting rows": (KV_CACHE, lambda: LateRows(4, 2, torch.zeros(1, 3)).features_TC),
-    "token histories": (KV_CACHE, lambda: TextCopies(torch.zeros(2, 9, dtype=torch.int32), 10).text_QM),
+    "token histories": (KV_CACHE, lambda: TextCopies(torch.zeros(2, 9, dtype=torch.int32), 10, 4).text_QM),
 }
 
 
@@ -68,7 +68,7 @@ def test_counts_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts of copies must stay valid, and no step would write them again."""
     emulated = Saver()
     monkeypatch.setattr(saver, "_region", lambda tag, *, restored: emulated.region(tag, restored))
-    copies = TextCopies(torch.zeros(2, 9, dtype=torch.int32), 10)
+    copies = TextCopies(torch.zeros(2, 9, dtype=torch.int32), 10, 4)
     for counts in (copies.counts_QK2, copies.totals_K2):
         assert counts.untyped_storage()._cdata not in emulated.storages
 

@@ -32,7 +32,7 @@ def plan(width: int) -> Any:
 
 
 def test_copied_drafts_are_counted_among_the_accepted(tmp_path: Path) -> None:
-    copies = TextCopies(TABLE, vocab_size=100)
+    copies = TextCopies(TABLE, vocab_size=100, widest=16)
     copies.text_QM[0, : len(TEXT)] = torch.tensor(TEXT)
     copies.text_QM[1, :2] = torch.tensor([50, 51])
     trace = Trace(tmp_path, copies)
@@ -57,7 +57,7 @@ def test_traces_without_copies_have_no_copied_field(tmp_path: Path) -> None:
 
 
 def test_tracing_wraps_the_copier(tmp_path: Path) -> None:
-    copies = TextCopies(TABLE, vocab_size=100)
+    copies = TextCopies(TABLE, vocab_size=100, widest=16)
     stages: Any = Stages(*Stages._fields)._replace(copier=copies)
     found, _ = traced(stages, tmp_path)
     assert found._replace(copier=copies) == stages

@@ -13,7 +13,7 @@ from sglang_dflash_kernels.accept import accept_ref
 from sglang_dflash.engine.stages.copier import NoCopies, RandomCopies, TextCopies, make_copier
 from sglang_dflash.flags import Copy
 
-VOCABULARY, M = 100, 60
+VOCABULARY, M, WIDEST = 100, 60, 16
 TABLE = torch.zeros(4, M, dtype=torch.int32)
 TEXT = [*range(1, 21), *range(1, 16)]  # the last fifteen tokens occurred before, followed by 16, 17, ...
 
@@ -27,7 +27,7 @@ def batch_of(*texts: list[int], rows: list[int]) -> Any:
 
 
 def having(*texts: list[int], rows: list[int]) -> TextCopies:
-    copies = TextCopies(TABLE, VOCABULARY)
+    copies = TextCopies(TABLE, VOCABULARY, WIDEST)
     copies.read(batch_of(*texts, rows=rows))
     return copies
 
@@ -71,7 +71,7 @@ def test_a_mixed_step_appends_the_anchor_of_running_requests() -> None:
 
 def test_forget_clears_counts_of_dry_runs() -> None:
     """In a dry run the token history and the block are all zeros, so matches are found and copies are counted."""
-    copies = TextCopies(TABLE, VOCABULARY)
+    copies = TextCopies(TABLE, VOCABULARY, WIDEST)
     step(copies, M // 2, 2, [0, 0, 0, 0], [0, 0, 0, 7])
     assert copies.counts_QK2.any()
     assert any(any(row) for row in copies.totals())
@@ -111,7 +111,7 @@ def test_counts_are_reset_for_the_next_request_of_a_row() -> None:
 
 
 def test_counts_are_reset_for_all_requests_of_a_batch() -> None:
-    copies = TextCopies(TABLE, VOCABULARY)
+    copies = TextCopies(TABLE, VOCABULARY, WIDEST)
     copies.counts_QK2[:] = -7
     copies.read(batch_of(TEXT, [9, 8, 7], rows=[1, 3]))
     assert [row.any().item() for row in copies.counts_QK2] == [True, False, True, False]
@@ -132,7 +132,7 @@ def test_a_retracted_request_resumes_in_another_row() -> None:
 
 def test_requests_of_one_step_copy_from_their_own_history() -> None:
     """The step's batch has rows 0 and 3, in this order. After the same 15 tokens, row 0 has 70 and row 3 has 16."""
-    copies = TextCopies(TABLE, VOCABULARY)
+    copies = TextCopies(TABLE, VOCABULARY, WIDEST)
     shifted = [*TEXT[:15], *range(70, 76), *TEXT[:15]]
     copies.read(batch_of(TEXT, shifted, rows=[3, 0]))
     plan = plan_of([len(shifted), len(TEXT)], [0, 3], 3)
@@ -167,11 +167,11 @@ def test_totals_count_copied_and_kept_tokens() -> None:
     [(Copy.OFF, NoCopies), (Copy.AUTO, TextCopies), (Copy.ON, TextCopies), (Copy.RANDOM, RandomCopies)],
 )
 def test_the_flag_selects_the_copier(copy: Copy, kind: type) -> None:
-    assert type(make_copier(copy, TABLE, VOCABULARY)) is kind
+    assert type(make_copier(copy, TABLE, VOCABULARY, WIDEST)) is kind
 
 
 def test_random_copies_occur_and_agree_on_every_rank() -> None:
-    ranks = [RandomCopies(TABLE, VOCABULARY) for _ in range(2)]
+    ranks = [RandomCopies(TABLE, VOCABULARY, WIDEST) for _ in range(2)]
     predicted = []
     for copies in ranks:
         copies.read(batch_of(TEXT, rows=[3]))
