@@ -10,6 +10,7 @@ get KV slot 0, the padding slot, whose content is never read. Values of `req_poo
 not checked.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,19 +64,24 @@ def plan_block_torch(
     return PlannedBlock(anchor_B[:, None], positions_B1, slots_B1.where(positions_B1 <= last, 0))
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["anchor", "prefix_len", "rows"])
+@triton.jit(do_not_specialize=["N", "N2"], do_not_specialize_on_alignment=["anchor", "prefix_len", "rows"])
 def _plan_block_kernel(
-    anchor, prefix_len, rows, req_to_token, tokens, positions, slots, mask_token_id, M, N, BLOCK_N: tl.constexpr
-):
+    anchor, prefix_len, rows, req_to_token, tokens, positions, slots, tokens2, positions2, slots2, mask_token_id,
+    M, N, N2, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write a block of N tokens, and one of N2 to the other three tensors; N2 may be 0."""
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK_N)  # [N]
-    out = b * N + slot  # [N]
     position = tl.load(prefix_len + b) + slot  # [N]
     row = req_to_token + tl.load(rows + b).to(tl.int64) * M
-    kv_slot = tl.load(row + position, mask=(slot < N) & (position < M), other=0)  # [N]
-    tl.store(tokens + out, tl.where(slot == 0, tl.load(anchor + b), mask_token_id), mask=slot < N)
-    tl.store(positions + out, position, mask=slot < N)
-    tl.store(slots + out, kv_slot, mask=slot < N)
+    kv_slot = tl.load(row + position, mask=(slot < tl.maximum(N, N2)) & (position < M), other=0)  # [N]
+    token = tl.where(slot == 0, tl.load(anchor + b), mask_token_id)  # [N]
+    tl.store(tokens + b * N + slot, token, mask=slot < N)
+    tl.store(positions + b * N + slot, position, mask=slot < N)
+    tl.store(slots + b * N + slot, kv_slot, mask=slot < N)
+    tl.store(tokens2 + b * N2 + slot, token, mask=slot < N2)
+    tl.store(positions2 + b * N2 + slot, position, mask=slot < N2)
+    tl.store(slots2 + b * N2 + slot, kv_slot, mask=slot < N2)
 
 
 def plan_block_triton(
@@ -88,24 +94,45 @@ def plan_block_triton(
     n_tokens: int,
 ) -> PlannedBlock:
     """Compute `plan_block` by its kernel: one program per request."""
-    shape = len(anchor_B), n_tokens
-    out = PlannedBlock(*(torch.empty(shape, dtype=torch.int64, device=anchor_B.device) for _ in PlannedBlock._fields))
+    request = anchor_B, prefix_len_B, req_pool_indices_B, req_to_token_QM
+    return _launch(*request, mask_token_id=mask_token_id, n_tokens=[n_tokens])[0]
+
+
+def plan_blocks_triton(
+    *request: torch.Tensor, mask_token_id: int, n_tokens: tuple[int, int]
+) -> tuple[PlannedBlock, PlannedBlock]:
+    """Compute `plan_blocks` by one launch of the kernel of `plan_block`."""
+    first, second = _launch(*request, mask_token_id=mask_token_id, n_tokens=n_tokens)
+    return first, second
+
+
+def _launch(*request: torch.Tensor, mask_token_id: int, n_tokens: Sequence[int]) -> list[PlannedBlock]:
+    anchor_B, _, _, req_to_token_QM = request
+    out = [
+        PlannedBlock(*(torch.empty(len(anchor_B), n, dtype=torch.int64, device=anchor_B.device) for _ in range(3)))
+        for n in n_tokens
+    ]
     if len(anchor_B):
+        sizes = req_to_token_QM.shape[1], n_tokens[0], n_tokens[1] if len(n_tokens) > 1 else 0
+        block_n = triton.next_power_of_2(max(n_tokens))
         _plan_block_kernel[(len(anchor_B),)](
-            anchor_B,
-            prefix_len_B,
-            req_pool_indices_B,
-            req_to_token_QM,
-            *out,
-            mask_token_id,
-            req_to_token_QM.shape[1],
-            n_tokens,
-            BLOCK_N=triton.next_power_of_2(n_tokens),
-            num_warps=1,
+            *request, *out[0], *out[-1], mask_token_id, *sizes, BLOCK_N=block_n, num_warps=1
         )
     return out
 
 
+def plan_blocks_torch(
+    *request: torch.Tensor, mask_token_id: int, n_tokens: tuple[int, int]
+) -> tuple[PlannedBlock, PlannedBlock]:
+    """Define `plan_blocks`: two blocks of each request, of `n_tokens` tokens. The arguments are those of `plan_block`.
+
+    A step whose verify is narrower or wider than its drafted block plans both. On a GPU this is one launch.
+    """
+    first, second = (plan_block_torch(*request, mask_token_id=mask_token_id, n_tokens=n) for n in n_tokens)
+    return first, second
+
+
+PLAN_BLOCKS = Forms(on_cpu=plan_blocks_torch, on_gpu=plan_blocks_triton)
 PLAN_BLOCK = Forms(on_cpu=plan_block_torch, on_gpu=plan_block_triton)
 
 

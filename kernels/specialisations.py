@@ -95,8 +95,9 @@ def weigh_copies(n_tokens: int) -> Hashable:
 def of_server(server: Server) -> dict[str, set[Hashable]]:
     """Return all keys that can occur on a server, by kernel. Blocks of one token do not use the GDN kernels."""
     drafted = [width for width in server.widths if width > 1]
+    planned = {n if n == 1 else max(n, server.block_size) for n in (*server.widths, server.block_size)}
     specialisations = {
-        "plan_block": {plan_block(n_tokens) for n_tokens in (*server.widths, server.block_size)},
+        "plan_block": set(map(plan_block, planned)),  # one launch plans the drafted block and the verified tokens
         "accept": {accept(n_tokens) for n_tokens in server.widths},
         "penalise": {penalise()},
         "append_context": {append_context(n_kept=n_kept) for n_kept in (True, False) if drafted or not n_kept},

@@ -8,6 +8,8 @@ from sglang_dflash_kernels.plan_block import (
     plan_block_ref,
     plan_block_torch,
     plan_block_triton,
+    plan_blocks_torch,
+    plan_blocks_triton,
 )
 
 INT32, INT64, MASK = torch.int32, torch.int64, 99
@@ -69,3 +71,8 @@ def test_kernel_is_the_definition(B, N, M, row_dtype, device):
     want = plan_block_ref(*args, mask_token_id=MASK, n_tokens=N)
     assert_same(got, want)
     assert_same(plan_block_torch(*args, mask_token_id=MASK, n_tokens=N), want)
+    for n_tokens in ((N, N + 3), (N + 3, N)):
+        for form in (plan_blocks_triton, plan_blocks_torch):
+            for got, n in zip(form(*args, mask_token_id=MASK, n_tokens=n_tokens), n_tokens, strict=True):
+                assert_same(got, plan_block_ref(*args, mask_token_id=MASK, n_tokens=n))
+                assert all(field.is_contiguous() for field in got)

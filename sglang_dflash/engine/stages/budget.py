@@ -8,7 +8,7 @@ code and not measured, and the limit in the emulation. The limit is higher if SG
 several operations. Examples are filling a graph's inputs, norms, and the windows of a convolution.
 
     stage      GPU  launches on a GPU
-    plan         2  the block; the verified part, if its width differs (each: tokens, positions, KV slots)
+    plan         1  tokens, positions and KV slots of the block, and of the verified part if its width differs
     catch_up     4  the launches of append, only after steps without drafts
     draft        4  the graph's inputs, attention metadata, the graph, a copy of its drafts
     copy         1  the search, the copy and the write to the history
@@ -35,7 +35,7 @@ class Budget(NamedTuple):
 
 
 LAUNCHES = {
-    "plan": Budget(2, 2),
+    "plan": Budget(1, 1),
     "catch_up": Budget(4, 12),
     "draft": Budget(4, 13),
     "copy": Budget(1, 1),

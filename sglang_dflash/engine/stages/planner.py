@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang_dflash_kernels.plan_block import PLAN_BLOCK
+from sglang_dflash_kernels.plan_block import PLAN_BLOCK, PLAN_BLOCKS, PlannedBlock
 
 from sglang_dflash.engine.step import Block, Plan
 
@@ -24,8 +24,9 @@ class Planner:
         self.translator = target_runner.kv_index_translator
         self.n_slots, self.widest = n_slots, widest
         self.mask_token_id = mask_token_id
-        # The op's form is selected once, because the device of the tensors never changes.
+        # The ops' forms are selected once, because the device of the tensors never changes.
         self.plan_block = PLAN_BLOCK.form_for(self.req_to_token)
+        self.plan_blocks = PLAN_BLOCKS.form_for(self.req_to_token)
 
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
         """Plan a step that verifies `width` tokens per request. With width 1 nothing is drafted."""
@@ -55,27 +56,24 @@ class Planner:
             bound_B_cpu: upper bound of prefix_len + `n_bounded`; exact if `n_bounded` is 0.
         """
 
-        def block(n_tokens: int) -> Block:
-            tokens = self.plan_block(
-                anchor_B,
-                prefix_len_B,
-                rows_B,
-                self.req_to_token,
-                mask_token_id=self.mask_token_id,
-                n_tokens=n_tokens,
-            )
+        def block(planned: PlannedBlock) -> Block:
+            n_tokens = planned.tokens_BN.shape[1]
             end_B_cpu = bound_B_cpu + (n_tokens - n_bounded)
             kv = self.translator.plan(
                 req_pool_indices=rows_B,
                 seq_lens=prefix_len_B,
                 seq_lens_cpu=end_B_cpu,
-                write_virtual=tokens.slots_BN.view(-1),
+                write_virtual=planned.slots_BN.view(-1),
                 read_extent=n_tokens,
             )
-            return Block(
-                tokens.tokens_BN, tokens.positions_BN, tokens.slots_BN, end_B_cpu, bound_sum=int(end_B_cpu.sum()), kv=kv
-            )
+            tokens_BN, positions_BN, slots_BN = planned
+            return Block(tokens_BN, positions_BN, slots_BN, end_B_cpu, bound_sum=int(end_B_cpu.sum()), kv=kv)
 
-        verified = block(width)
-        drafted = None if width == 1 else verified if width == self.n_slots else block(self.n_slots)
+        request, mask = (anchor_B, prefix_len_B, rows_B, self.req_to_token), self.mask_token_id
+        if width in (1, self.n_slots):
+            verified = block(self.plan_block(*request, mask_token_id=mask, n_tokens=width))
+            drafted = None if width == 1 else verified
+        else:
+            both = self.plan_blocks(*request, mask_token_id=mask, n_tokens=(width, self.n_slots))
+            verified, drafted = map(block, both)
         return Plan(drafted, verified, prefix_len_B=prefix_len_B, rows_B=rows_B, rows_B_cpu=rows_B_cpu)
