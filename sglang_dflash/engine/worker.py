@@ -263,7 +263,7 @@ class DFlashWorker(BaseSpecWorker):
         """Run one DFlash step. The host waits for the device only if a request needs this, e.g. for its grammar."""
         stages: Stages = self.stages
         rids = [req.rid for req in batch.reqs]
-        width = self.width.decide(rids)
+        width = self.width.decide(rids, [*batch.reqs])
         plan = stages.planner.plan(batch, width)
         stages.context_kv.before_draft(plan)
         drafts_BN = stages.drafter.draft(plan, graphs=batch.can_run_decode_cuda_graph)

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_dflash.engine.metrics.stage_times import SAMPLE_EVERY, STAGES
 from sglang_dflash.engine.metrics.table import METRICS, PREFIX
 from sglang_dflash.pairs.servers.server import Generation, Server
+from sglang_dflash.tools.check import served
 from tests.server.lib.talk import as_prompt, conversation
 from tests.server.lib.variants import METRICS as ENABLED
 from tests.server.lib.variants import window
@@ -107,6 +108,27 @@ def test_counts_are_the_sums_of_the_requests(whole: Server, questions: Callable)
     assert after.total("dflash_pool_size", pool="states") == 64
     assert after.total("dflash_pool_in_use", pool="states") == 0
     assert after.total("dflash_cut_blocks_total") == 0
+
+
+def test_all_figures_have_one_acceptance_length(whole: Server, questions: Callable) -> None:
+    """`/server_info`, `check --server`, `/metrics` and `meta_info` agree, also about steps after an answer's end."""
+    time.sleep(0.5)  # until the counts of earlier requests are written
+    before, state_before = Scrape(whole), served.fetch(whole.url)["width"]
+    answers = whole.generate_many(questions(7, seed=11), concurrency=3, max_new_tokens=MAX_NEW_TOKENS)
+    n_blocks, n_accepted = (summed(answers, f"spec_{name}") for name in ("verify_ct", "num_correct_drafts"))
+    after = scrape_with(whole, before.total("dflash_committed_tokens_count") + n_blocks)
+    time.sleep(0.5)  # until the outcome of a step after the last answer is read
+    dflash = served.fetch(whole.url)
+    state = dflash["width"]
+
+    assert after.total("dflash_committed_tokens_count") - before.total("dflash_committed_tokens_count") == n_blocks
+    assert state["n_blocks"] - state_before["n_blocks"] == n_blocks
+    assert state["committed"] - state_before["committed"] == n_blocks + n_accepted
+    # Since the start, all figures have the same numbers.
+    assert {int(width): n for width, n in state["n_steps"].items()} == +after.by("width", "steps_total")
+    length = after.total("dflash_committed_tokens_sum") / after.total("dflash_committed_tokens_count")
+    assert state["acceptance_length"] == pytest.approx(length)
+    assert f"acceptance length {length:.2f}" in served.render(dflash)
 
 
 def test_all_metrics_are_exported_with_sglangs_labels(whole: Server, questions: Callable) -> None:

@@ -16,7 +16,7 @@ from sglang_dflash.engine.metrics.late_counts import LateCounts
 from sglang_dflash.engine.metrics.stage_times import STAGES, StageTimes, time_stages
 from sglang_dflash.engine.metrics.table import METRICS, PREFIX, Kind
 from sglang_dflash.engine.stages.copier import TextCopies
-from sglang_dflash.engine.width.tally import Tally
+from sglang_dflash.engine.width.tally import Tally, is_counted
 
 WRITE_EVERY = 64  # blocks
 MATCHES = ("", "3", "4-7", "8-15", "16")  # label of each class of match lengths in tokens, see `copy_draft`; "": unused
@@ -107,10 +107,7 @@ class Exports:
 
 
 class Meter:
-    """Counter of a scheduler's decode steps. It counts the same blocks as SGLang's counts in `meta_info`.
-
-    With the overlap schedule a step may still verify a block of a request that has ended or was retracted. Such a block
-    is not counted.
+    """Counter of a scheduler's decode steps. It counts the blocks for which `is_counted` holds.
 
     Invariant: `tally` and `cut` contain only counts that are not written yet. If `is_written`, `tally` and `cut` are
     empty, and pool gauges are current.
@@ -171,7 +168,7 @@ class Meter:
         counted = [
             (n_accepted, self.is_cut(req.kv.req_pool_idx, req.kv.kv_committed_len - len(tokens)))
             for req, n_accepted, tokens in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, tokens_B, strict=True)
-            if not (req.is_retracted or req.finished())
+            if is_counted(req)
         ]
         self.tally.add(result.speculative_num_draft_tokens, [n for n, _ in counted])
         self.cut.add(result.speculative_num_draft_tokens, [n for n, is_cut in counted if is_cut])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from sglang_dflash.engine.width.cost import Agree, StepCost, table
 from sglang_dflash.engine.width.policy import Adaptive, Decision, Fixed, Policy, Random
-from sglang_dflash.engine.width.tally import Tally
+from sglang_dflash.engine.width.tally import Request, Tally, is_counted
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import Flags, WidthPolicy
 
@@ -43,17 +43,23 @@ class Chooser:
 
     def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
         self.policy, self.trace = policy, trace
-        self.in_flight = deque[tuple[list[str], Decision, Kind]]()  # steps without an outcome, oldest first
+        # Steps without an outcome, oldest first; the last field is the requests, see `decide`.
+        self.in_flight = deque[tuple[list[str], Decision, Kind, Sequence[Request]]]()
         # At the last outcome: kind of the finished step, number of steps in flight, and time in seconds.
         self.before: tuple[Kind | None, int, float] = None, 0, 0.0
         self.tally, self.recent = Tally(), Tally()  # since the start, and since the last log line
         self.n_interruptions, self.expected_tokens = 0, 0.0  # since the start
         self.is_suspected = False  # whether the warning about the draft was logged
 
-    def decide(self, rids: list[str]) -> int:
-        """Return the width of the next step of these requests."""
+    def decide(self, rids: list[str], requests: Sequence[Request] = ()) -> int:
+        """Return the width of the next step of these requests.
+
+        Args:
+            rids: ids of the requests.
+            requests: the requests; those that end before the outcome are left out of all counts. Empty: none ends.
+        """
         decision = self.policy.decide(rids)
-        self.in_flight.append((rids, decision, Kind(len(rids), decision.width, self.n_interruptions)))
+        self.in_flight.append((rids, decision, Kind(len(rids), decision.width, self.n_interruptions), requests))
         return decision.width
 
     def interrupt(self) -> None:
@@ -62,7 +68,7 @@ class Chooser:
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
         """Record the outcome of the oldest step in flight; `now_s`: clock time in seconds."""
-        rids, decision, kind = self.in_flight.popleft()
+        rids, decision, kind, requests = self.in_flight.popleft()
         n_requests, width, _ = kind
         assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
         self.policy.observe(rids, decision, n_accepted_B)
@@ -70,9 +76,10 @@ class Chooser:
         if self.policy.cost and self._is_steady(kind, before, n_in_flight):
             self.policy.cost.observe(n_requests, width, now_s - before_s)
         self.before = kind, len(self.in_flight), now_s
-        self.expected_tokens += n_requests * decision.expected
+        counted = [is_counted(request) for request in requests] or [True] * n_requests
+        self.expected_tokens += sum(counted) * decision.expected
         for tally in (self.tally, self.recent):
-            tally.add(width, n_accepted_B)
+            tally.add(width, [n for n, counts in zip(n_accepted_B, counted, strict=True) if counts])
         self._warn_of_draft()
         if self.trace:
             self.trace(rids, width, n_accepted_B, now_s)
@@ -86,7 +93,7 @@ class Chooser:
             return False
         if not n_in_flight:
             return before._replace(width=kind.width) == kind
-        return before == kind and all(other == kind for *_, other in self.in_flight)
+        return before == kind and all(other == kind for _, _, other, _ in self.in_flight)
 
     def _warn_of_draft(self) -> None:
         """Warn once if hardly any block has an accepted draft. The draft may belong to another target."""
@@ -107,7 +114,9 @@ class Chooser:
             "policy": self.policy.name,
             "seconds": self.policy.cost.by_size() if self.policy.cost else {},
             "n_steps": {str(width): n for width, n in sorted(self.tally.n_steps.items())},
+            "n_blocks": self.tally.n_blocks.total(),
             "committed": self.tally.n_committed(),
+            "acceptance_length": self.tally.acceptance_length(),
             "expected": self.expected_tokens,
             "account": str(self.tally) if self.tally.n_steps else "",
         }

@@ -1,7 +1,30 @@
-"""Counts of decode steps and their outcomes, on the host."""
+"""Counts of decode steps and their outcomes, on the host.
+
+`/server_info` and `/metrics` count the same blocks as a request's `spec_verify_ct`, so that their acceptance lengths
+agree. `is_counted` has the rule.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol
+
+
+class Request(Protocol):
+    """SGLang's `Req`, as far as the rule reads it."""
+
+    is_retracted: bool
+
+    def finished(self) -> bool:
+        """Return whether the request has ended."""
+
+
+def is_counted(request: Request) -> bool:
+    """Return whether a block of `request` counts when SGLang reads its outcome.
+
+    With the overlap schedule a step may still verify a block of a request that has ended or was retracted. SGLang
+    drops the tokens of this block, and does not count it in `spec_verify_ct`.
+    """
+    return not (request.is_retracted or request.finished())
 
 
 class Tally:
@@ -28,7 +51,11 @@ class Tally:
         """Return the number of committed tokens: accepted drafts, and one bonus per block."""
         return sum((n_accepted + 1) * n for (_, n_accepted), n in self.n_blocks.items())
 
+    def acceptance_length(self) -> float:
+        """Return the mean number of committed tokens per block; 0 without blocks."""
+        return self.n_committed() / max(self.n_blocks.total(), 1)
+
     def __str__(self) -> str:
-        n_steps, n_blocks = self.n_steps.total(), self.n_blocks.total()
+        n_steps = self.n_steps.total()
         shares = ", ".join(f"{width} in {n / n_steps:.0%}" for width, n in sorted(self.n_steps.items()))
-        return f"widths of {n_steps} steps: {shares}; {self.n_committed() / n_blocks:.2f} tokens per request and step"
+        return f"widths of {n_steps} steps: {shares}; acceptance length {self.acceptance_length():.2f}"

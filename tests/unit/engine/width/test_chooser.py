@@ -173,15 +173,17 @@ def test_a_report_covers_all_steps(caplog):
             chooser.decide(["a", "b"])
             chooser.observe([step % 4, 0], 0.0)
     first, second = caplog.messages
-    assert first == f"widths of {REPORT} steps: 4 in 100%; 1.75 tokens per request and step"
+    assert first == f"widths of {REPORT} steps: 4 in 100%; acceptance length 1.75"
     assert second.startswith(f"widths of {REPORT} steps: 8 in 100%; ")
     assert json.loads(json.dumps(chooser.describe())) == {
         "policy": "scripted",
         "seconds": {"1": {"4": 0.5}},
         "n_steps": {"4": REPORT, "8": REPORT + 5},
+        "n_blocks": 2 * (2 * REPORT + 5),
         "committed": sum(2 + step % 4 for step in range(2 * REPORT + 5)),
+        "acceptance_length": sum(2 + step % 4 for step in range(2 * REPORT + 5)) / (2 * (2 * REPORT + 5)),
         "expected": (2 * REPORT + 5) * 2 * 2.0,
-        "account": f"widths of {2 * REPORT + 5} steps: 4 in 50%, 8 in 50%; 1.75 tokens per request and step",
+        "account": f"widths of {2 * REPORT + 5} steps: 4 in 50%, 8 in 50%; acceptance length 1.75",
     }
 
 
@@ -199,7 +201,8 @@ def test_a_draft_that_is_never_accepted_is_warned_of_once(useful, n_warnings, ca
 
 def test_the_report_before_the_first_step_is_empty():
     assert Chooser(Fixed(4)).describe() == {
-        "policy": "always 4", "seconds": {}, "n_steps": {}, "committed": 0, "expected": 0.0, "account": "",
+        "policy": "always 4", "seconds": {}, "n_steps": {}, "n_blocks": 0, "committed": 0, "acceptance_length": 0.0,
+        "expected": 0.0, "account": "",
     }  # fmt: skip
 
 
