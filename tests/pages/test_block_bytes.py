@@ -1,4 +1,4 @@
-"""Memory of a block per request for Qwen3.5-27B: two pages quote the computed numbers."""
+"""Memory of a block per request for Qwen3.5-27B: three pages quote the computed numbers."""
 
 from pathlib import Path
 
@@ -9,7 +9,9 @@ from sglang_dflash.tools.capacity import report as capacity_report
 from tests.fixtures.guide import DOCS, ROOT
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "from-stock.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", DOCS / "from-stock.md", DOCS / "memory.md"], ids=lambda page: page.name
+)
 def test_page_has_the_computed_bytes(page: Path) -> None:
     argv = ["--model", "Qwen3.5-27B", "--gpu-memory", "140.4"]
     results = capacity_report.answer(capacity_report.arguments().parse_args(argv)).results

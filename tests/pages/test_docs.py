@@ -1,6 +1,6 @@
 """Documentation: links to files lead somewhere, commands parse, and every flag, variable, metric and field exists.
 
-The memory table of tuning.md and the least kernel times in kernels/README.md are recomputed. Every file of
+The memory table of memory.md and the least kernel times in kernels/README.md are recomputed. Every file of
 launch/results has its command in reproducing.md.
 """
 
@@ -259,7 +259,7 @@ AS_CHECKED = {
 
 
 def test_the_table_of_memory() -> None:
-    rows = re.findall(r"^\| (?:none|`(--.*?)`) \| (\d+) \| (\d+) \|", (DOCS / "tuning.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (?:none|`(--.*?)`) \| (\d+) \| (\d+) \|", (DOCS / "memory.md").read_text(), re.MULTILINE)
     assert len(rows) == 8
     for flag, states, tokens in rows:
         name, *value = flag.split() or [""]

@@ -1,4 +1,4 @@
-"""Compute the table of concurrent requests per model and GPU in docs/recipes.md.
+"""Compute the table of concurrent requests per model and GPU in docs/memory.md.
 
     python -m tests.tools.tables.capacity
 

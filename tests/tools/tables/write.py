@@ -22,8 +22,8 @@ def tables() -> Iterator[tuple[str, str]]:
     yield "metrics.md", metrics.table()
     yield "recipes.md", "\n".join(recipe_table.rows())
     yield "recipes.md", "\n".join(recipe_table.card_rows())
-    yield "recipes.md", "\n".join(capacity.rows())
-    yield "step-cost.md", "\n".join(step_cost.table())
+    yield "memory.md", "\n".join(capacity.rows())
+    yield "h200.md", "\n".join(step_cost.table())
 
 
 def replaced(page: str, table: str) -> str:

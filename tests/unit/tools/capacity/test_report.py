@@ -1,4 +1,4 @@
-"""Capacity report: reading of configs, sizes of known models, output as text and JSON, and the table of recipes.md."""
+"""Capacity report: reading of configs, sizes of known models, output as text and JSON, and the table of memory.md."""
 
 import json
 import struct
@@ -502,6 +502,6 @@ def test_the_report_needs_neither_sglang_nor_torch():
     assert out.strip() == "set()"
 
 
-def test_recipes_have_the_computed_table():
-    page = (ROOT / "sglang_dflash" / "docs" / "recipes.md").read_text()
+def test_the_page_has_the_computed_table():
+    page = (ROOT / "sglang_dflash" / "docs" / "memory.md").read_text()
     assert "\n".join(capacity_table.rows()) in page
