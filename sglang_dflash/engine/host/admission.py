@@ -51,7 +51,7 @@ def mark_simulated(result: None, manager: Any, meta_info: dict[str, Any], *_: An
 
     Hook after `TokenizerManager._calculate_spec_decoding_metrics`.
     """
-    if simulated := flags.current().simulated:  # none, if a later engine of this process does not simulate
+    if simulated := flags.current().simulated:  # None: a later engine of this process turned it off
         meta_info["spec_simulated"] = str(simulated)
 
 

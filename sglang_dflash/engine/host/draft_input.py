@@ -34,7 +34,7 @@ class DraftInput(SpecInput):
     bonus_tokens: torch.Tensor  # anchor_B, int64
     new_seq_lens: torch.Tensor  # prefix_len_B, int64
     future_indices: torch.Tensor | None = None  # index of each request in the relay; set by the overlap schedule
-    n_in_flight: int = 1  # largest number of tokens per request that the step before may commit
+    n_in_flight: int = 1  # largest number of tokens per request that the step in flight may commit
     allocated_B_cpu: torch.Tensor | None = None  # int32, number of KV slots of each request; set by prepare_for_decode
 
     # Fields that SGLang's relay reads, but that only other algorithms use.

@@ -58,8 +58,8 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
 def layers(arguments: Arguments, draft: Checkpoint) -> Checkpoint:
     """Return the draft with the layers that are served.
 
-    With disaggregation the draft keeps all context tokens, and a draft window becomes the window of its layers. So it
-    limits what a block reads, but saves no memory. The window ends at each slot, not at the anchor.
+    With disaggregation the draft keeps all context tokens, and a draft window becomes the window of its layers. So the
+    window limits what a block reads, but saves no memory. The window ends at each slot, not at the anchor.
 
     Raises:
         NotSupported: see `Checkpoint.narrowed`.

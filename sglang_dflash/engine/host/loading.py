@@ -38,7 +38,7 @@ def load_before_resolution() -> None:
 
 
 def load_plugins_first(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Load plugins, unless they are loaded. SGLang looks up the hooks of each later step when the step runs."""
+    """Load plugins, unless they are loaded. Later steps of the resolution then find the plugin's hooks."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -71,7 +71,7 @@ def file(module: str) -> Path | None:
 def tree(module: str) -> ast.Module:
     """Return a module's syntax tree; empty if there is no such module."""
     found = file(module)
-    return ast.parse(found.read_text() if found else "")  # there is no file for a star import from another package
+    return ast.parse(found.read_text() if found else "")  # no file: a star import from another package
 
 
 def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -115,7 +115,8 @@ class Rings:
     def hooks(self, *, recurrent: bool) -> Hooks:
         """Return hooks that subtract the rings' bytes from the target's memory.
 
-        For targets without recurrent layers, one more hook makes SGLang always read the end of a prompt.
+        For targets without recurrent layers, one more hook makes SGLang always prefill the end of a prompt, even if the
+        prefix cache has it.
         """
         hooks: Hooks = {
             "kv_bytes": (self.available_bytes, HookType.AROUND),

@@ -25,7 +25,7 @@ class Seen(NamedTuple):
     """Context that a block attends to: the last `len_B` tokens before each request's anchor, and the block itself."""
 
     len_B: torch.Tensor  # int64
-    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact if a backend needs it exact
+    bound_B_cpu: torch.Tensor  # upper bound of len + N on the host, for planning; some backends need it exact
     bound_sum: int  # sum of `bound_B_cpu`
     kv: KVLocPlan  # the KV slots of the context and of the block
 

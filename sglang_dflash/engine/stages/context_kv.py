@@ -46,8 +46,9 @@ class LateRows:
             self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
         self.n_steps = n_steps
         self.rids: Sequence[str] = ()
-        self.positions: list[torch.Tensor] = []  # int64 [B], by step
-        self.slots: list[torch.Tensor] = []  # int64 [B], by step
+        # Positions and KV slots of the waiting rows: for each step an int64 tensor [B].
+        self.positions: list[torch.Tensor] = []
+        self.slots: list[torch.Tensor] = []
 
     @property
     def n_rows(self) -> int:

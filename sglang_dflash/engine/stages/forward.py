@@ -10,9 +10,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 from torch import nn
 
-Forward = Callable[
-    ..., ModelRunnerOutput
-]  # called with a ForwardBatch, and options of the model if it is called directly
+# Function of a ForwardBatch. If it calls the model directly, it also takes the model's keyword arguments.
+Forward = Callable[..., ModelRunnerOutput]
 
 
 def through_runner(runner: ModelRunner) -> Forward:

@@ -26,7 +26,7 @@ class SimulatedAccept:
     def __init__(self, simulated: Simulated) -> None:
         self.simulated = simulated
         self.random = Random(0)  # equal on all ranks that serve the same requests
-        self.owed = 0.0  # tokens, below 1, that past steps still owe
+        self.owed = 0.0  # part of a token that earlier steps committed too little
 
     def __call__(self, tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
         """Accept the first drafts of every block; arguments as for `kernels/accept.py`."""

@@ -15,8 +15,8 @@ CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
 WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) stay out of the counts of all requests
 
 # For each draft position: weighted number of times all drafts before it were accepted (it was "reached"), and weighted
-# number of times it was accepted. A step does not lower the weights of earlier observations. Instead, the
-# observations of a step get a larger weight than those of the step before, until all are scaled down (`HEAVY`).
+# number of times it was accepted. Old observations must lose weight at each step. To save time, the weights stay, and
+# each step's observations get a larger weight than the step before. Above `HEAVY` all weights are scaled down.
 Counts = list[tuple[float, float]]
 
 
@@ -27,7 +27,7 @@ class Level:
     """Level of a request: its odds of acceptance in its last blocks, divided by the usual odds (of all requests)."""
 
     def __init__(self, prior: float) -> None:
-        """`prior`: weight of level 1, in drafts."""
+        """`prior`: number of drafts that must be observed to weigh as much as the assumption that the level is 1."""
         self.prior, self.n_reached, self.n_accepted, self.n_usual = prior, 0.0, 0.0, 0.0
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
@@ -55,7 +55,7 @@ class Own:
 
     def __init__(self, nothing: Counts) -> None:
         self.counts, self.n_tokens = nothing[:], 0
-        # Two levels, because a block whose first draft fails is no evidence about further drafts.
+        # A block whose first draft fails is no evidence about further drafts, so further drafts have their own level.
         self.first, self.further = Level(FIRST_PRIOR), Level(FURTHER_PRIOR)
         # Width and number of accepted drafts of each step, while the request has at most WARM_UP output tokens. These
         # steps are not yet in the counts of all requests. None: the request has more output tokens, and each of its
@@ -70,12 +70,15 @@ class Own:
 class Acceptance:
     """Estimator, by request and position, of the probability that a draft is accepted if all drafts before it are.
 
-    The estimate for a request combines the request's own counts with a prior. The prior is the estimate over all
-    requests, with its odds multiplied by the request's level. The estimate over all requests combines the counts of all
-    requests with a prior too. This prior is the last estimate at the position. If the position was never reached, the
-    prior is the estimate at the position before. Older steps weigh less. A request's counts fade by `DECAY`. The counts
-    of all requests fade by the slower `ALL_DECAY`, so that the last request does not determine the estimate for a new
-    one.
+    There are two estimates, and both combine counts with a prior:
+
+    - For a request: the request's own counts. The prior is the estimate over all requests, with its odds multiplied by
+      the request's level (`Level`).
+    - Over all requests: the counts of all requests. The prior is the last estimate at the position. If the position was
+      never reached, the prior is the estimate at the position before.
+
+    Older steps weigh less. A request's counts fade by `DECAY`. The counts of all requests fade by the slower
+    `ALL_DECAY`. Otherwise the last request would determine the estimate for a new one.
     """
 
     def __init__(self, n_drafts: int) -> None:

@@ -49,7 +49,12 @@ class StepCost:
         self.settle()
 
     def look_up(self, padded: Callable[[int, int], int]) -> None:
-        """Set `padded`: (number of requests, width) -> batch size that runs. Estimates are looked up at that size."""
+        """Use the estimates of the batch size that runs.
+
+        Args:
+            padded: function of (number of requests, width) that returns the batch size that runs, for example the next
+                captured one.
+        """
         # parts_WN[w][n]: (index of a measured size, weight) pairs of a linear interpolation at the size that runs.
         ran_WN = [[padded(n, width) for n in range(self.sizes[-1] + 1)] for width in self.widths]
         weight_SWN = [np.interp(ran_WN, self.sizes, one) for one in np.eye(len(self.sizes))]
@@ -106,7 +111,7 @@ class StepCost:
         ratio, known = median(first) if is_full else min(first), times_W[w] / launch_W[w]
         if abs(ratio / known - 1) > NEAR and (is_full or len(first) == 2 or ratio < known):
             times_W[w] = max(ratio, known / FASTER) * launch_W[w]
-            self.errors_W[w].clear()  # they are errors of the replaced time
+            self.errors_W[w].clear()  # the errors belong to the time that is replaced
         if is_full and abs(ratio - 1) > NEAR and sum(len(others) == RECENT for others in self.first_SW[i]) == 1:
             for v, others in enumerate(self.first_SW[i]):
                 if v == w or not others:

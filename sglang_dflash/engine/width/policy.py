@@ -138,10 +138,10 @@ class Trials:
         self.n_pause, self.wait = 0, SETTLE  # steps until the next trial may begin, and after the next failure
 
     def next(self, n_requests: int, wanted: Decision | None) -> Decision | None:
-        """Return the decision of a step in a trial; None: the step is not part of one.
+        """Return the decision of a step in a trial; None: the step is not part of a trial.
 
-        After a trial without a timed step, for example because of prompts in between, there is a pause. Each pause is
-        twice as long as the last.
+        A trial may end without a timed step, for example because of prompts in between. Then the next trial waits, each
+        time twice as long.
 
         Args:
             wanted: decision for a new trial; None: no width needs one.
@@ -260,7 +260,7 @@ class Adaptive(Policy):
             best=Decision(width, expected[rest, width], committed_N[width] - 1),
             look=look,
             look_s=seconds[wide],
-            # Seconds of a look, minus the seconds in which the best cycle, its rest included, commits as many tokens.
+            # The best cycle, its rest included, commits as many tokens in `look.expected / rate` seconds.
             price_s=seconds[wide] - look.expected / rate,
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
             trial=None if trial is None else Decision(trial, expected[0, trial], committed_N[trial] - 1),

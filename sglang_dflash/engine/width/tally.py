@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Request(Protocol):
-    """SGLang's `Req`, as far as the rule reads it."""
+    """Part of SGLang's `Req` that `is_counted` reads."""
 
     is_retracted: bool
 

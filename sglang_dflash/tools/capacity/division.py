@@ -39,7 +39,10 @@ IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, subtracted before K a
 
 
 class RadixStates(IntEnum):
-    """State slots per request, by prefix-cache strategy: for its own state, cached states, and states to cache."""
+    """Number of state slots that SGLang plans per request, by prefix-cache strategy.
+
+    The slots hold the request's own state, states of the prefix cache, and states that will join it.
+    """
 
     EXTRA_BUFFER = 5
     EXTRA_BUFFER_LAZY = 4

@@ -224,7 +224,7 @@ def _weights(folder: Path | None, config: Config, total_size: int) -> tuple[int,
 
 
 def _of_index(index: Path) -> tuple[int, str]:
-    """Return the bytes of the tensors in the files that `index` lists, or if a file is absent the index's total."""
+    """Return the bytes of all tensors in the files that `index` lists, or the index's total if a file is absent."""
     content = draft_files.read_object(index, FETCH)
     metadata, names = content.get("metadata"), content.get("weight_map")
     files = {index.parent / str(name) for name in names.values()} if isinstance(names, dict) else set()

@@ -1,7 +1,7 @@
 """Options of `sglang-dflash check --gpu-memory`.
 
 The options have SGLang's names too, so that a launch command can be pasted. Other launch flags are accepted. The report
-names those of them that may change the result, see `uncounted`.
+names those that may change the result, see `uncounted`.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class CapacityParser(Parser):
         options, rest = super().parse_known_args(args, namespace)
         names = [word.split("=")[0] for word in rest if word.startswith("--")]
         options.not_counted = tuple(dict.fromkeys(names))
-        are_flags = rest[0].startswith("--") if rest else True  # otherwise the first word belongs to no flag
+        are_flags = rest[0].startswith("--") if rest else True  # a first word without -- belongs to no flag
         are_flags &= not any(re.match(r"-[a-zA-Z]", word) for word in rest)
         return options, [] if are_flags and not any(map(self.is_misspelt, names)) else rest
 
