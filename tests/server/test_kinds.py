@@ -4,6 +4,7 @@ The drafts are trained by the test (`fixtures/kinds.py`), so most drafts are acc
 published layout. A wrong draft changes no answer, so the steps of every request are compared.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -17,11 +18,25 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash.engine.draft.files import MASK_EMBEDDING
 from sglang_dflash.pairs.servers.server import Server
 from sglang_dflash.pairs.tiny.pairs import DENSE, Pair
+from sglang_dflash.reference.torch import generate
+from sglang_dflash.tools.bench import __main__ as bench
 from tests.fixtures.kinds import KINDS, write_kind
 from tests.server.lib.oracle import Expected, Oracle
-from tests.server.lib.rehearsals import FA3, FLASHINFER, GRAPHS, PAGES, SM100, TRTLLM_BOTH, TWO_RANKS
+from tests.server.lib.rehearsals import (
+    FA3,
+    FA4,
+    FLASHINFER,
+    GRAPHS,
+    PAGES,
+    PAGES_64,
+    SM100,
+    TRITON,
+    TRTLLM_BOTH,
+    TWO_RANKS,
+)
 from tests.server.lib.talk import post, push
 from tests.server.lib.variants import TWO_NODES, window
+from tests.server.test_draft_head import rounded_logits
 
 N_PROMPTS, N_NEW = 6, 64
 SM90 = (("SGLANG_DFLASH_REHEARSE", "sm90,streams"),)
@@ -33,6 +48,8 @@ WAYS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...], int | None]]
     "flashinfer-graphs-window": ((*FLASHINFER, *GRAPHS, *window(64)), SM90, 64),
     "fa3-graphs-two-ranks": ((*FA3, *GRAPHS, "--tp-size", "2"), TWO_RANKS, None),
     "trtllm-graphs": ((*TRTLLM_BOTH, *GRAPHS, *PAGES), SM100, None),
+    "fa4-graphs": ((*FA4, *GRAPHS, *PAGES_64), SM100, None),
+    "triton-graphs": ((*TRITON, *GRAPHS), SM90, None),
 }
 # Kinds and ways of `make test-ci`. The others run in `make test-full`.
 QUICK = {("reduced-anchor-first", "cpu"), ("laguna", "fa3-graphs"), ("mimo", "fa3-graphs")}
@@ -43,9 +60,13 @@ ONLY = {
     # A forward without graphs fills only the verified slots, which depends on how a kind lays out and chooses drafts.
     "cpu": ("reduced", "anchor-first", "reduced-anchor-first", "jetspec", "domino", "domino-shifted", "lilicorr"),
     "two-ranks": ("reduced", "reduced-anchor-first", "laguna-per-element", "domino", "lilicorr", "gemma-norms"),
-    "flashinfer-graphs-window": ("reduced-anchor-first", "laguna", "jetspec", "domino", "lilicorr", "modelopt"),
+    "flashinfer-graphs-window": (
+        *("reduced-anchor-first", "laguna", "laguna-per-element", "jetspec", "domino", "lilicorr", "modelopt", "muse"),
+    ),
     "fa3-graphs-two-ranks": ("mimo", "reduced", "laguna", "domino-shifted"),
     "trtllm-graphs": ("sinks", "jetspec", "reduced-anchor-first"),
+    "fa4-graphs": ("jetspec", "laguna", "reduced-anchor-first"),
+    "triton-graphs": ("jetspec", "laguna", "domino"),
 }
 # Kinds that SGLang's own worker computes, with a way. It serves Domino only in bf16 on a GPU, and ignores the others.
 STOCK = {
@@ -103,6 +124,37 @@ def test_answers_and_steps_are_plain_torchs(
     for concurrency in (1, 4):
         wanted.require_from(server, concurrency)
     wanted.require_from(server, 4)  # with a cached prefix
+    pool.drop(server)
+
+
+@pytest.mark.full
+def test_sinks_with_an_fp8_head(
+    pool: Any, pairs: Callable[[str], Pair], expected: Callable[..., Expected], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, env, _ = WAYS["fa3-graphs"]
+    plain, pair = expected("sinks", None), pairs("sinks")
+    monkeypatch.setattr(generate, "draft_logits", rounded_logits)
+    wanted = Oracle(pair, None, None).expect(plain.prompts, N_NEW)
+    assert (wanted.token_ids, wanted.steps != plain.steps) == (plain.token_ids, True), "rounding changes no step"
+    server = pool.get(target="sinks", pair=pair, flags=flags, env=dict(env) | {"SGLANG_DFLASH_DRAFT_HEAD": "fp8"})
+    wanted.require_from(server, 4)
+    pool.drop(server)
+
+
+@pytest.mark.full
+def test_bench_counts_the_drafts_of_an_anchor_first_block(
+    pool: Any, pairs: Callable[[str], Pair], tmp_path: Path
+) -> None:
+    """Such a block of N slots has N drafts, one more than z-lab's."""
+    kind = "reduced-anchor-first"
+    server = pool.get(target=kind, pair=pairs(kind))
+    output = tmp_path / "out"
+    asked = ["--num-prompts", "4", "--max-new-tokens", "32", "--concurrency", "4", "--repeats", "1", "--no-latency"]
+    bench.main(["--base-url", f"ours={server.url}", *asked, "--output", str(output)])
+    (line,) = json.loads(output.with_suffix(".json").read_text())["summary"]
+    shares = line["acceptance_by_position"]
+    assert len(shares) == json.loads((pairs(kind).draft / "config.json").read_text())["block_size"]
+    assert line["committed_per_step"] == pytest.approx(1 + sum(shares), abs=0.01)
     pool.drop(server)
 
 
