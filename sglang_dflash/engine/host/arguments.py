@@ -14,7 +14,7 @@ from sglang_dflash.errors import NotSupported
 # SGLang's arguments that are refused with DFLASH, with the reason.
 UNSUPPORTED = {
     "enable_unified_memory": "it keeps the draft's K/V in the target's pages, but this plugin has a separate pool",
-    "enable_unified_cache_external_linker": "it may store K/V that the draft writes in a later step",
+    "enable_unified_cache_external_linker": "it takes a draft's K/V only for hybrid MLA targets, which were not tested",
     "disaggregation_decode_enable_offload_kvcache": "only the target's K/V would be offloaded",
     "enable_two_batch_overlap": "verify cannot split a batch in two",
     "enable_linear_replayssm": "a step of one token would put its state change where this plugin does not read",
