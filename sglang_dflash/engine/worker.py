@@ -56,7 +56,7 @@ from sglang_dflash.engine.stages.dry_run import DryRun
 from sglang_dflash.engine.stages.greedy import verified_logits
 from sglang_dflash.engine.stages.outputs import hidden_states_of, sampling_masks_by_block
 from sglang_dflash.engine.stages.stages import Stages
-from sglang_dflash.engine.stages.state import State, make_state
+from sglang_dflash.engine.stages.state import State, make_state, track_interval
 from sglang_dflash.engine.step import Plan, Target
 from sglang_dflash.engine.width.chooser import Chooser
 from sglang_dflash.flags import GdnState
@@ -270,10 +270,10 @@ class DFlashWorker(BaseSpecWorker):
         copied = stages.copier.copy(plan, drafts_BN)
         target = stages.verifier.verify(batch, plan, copied.tokens_BN)
         target_BN = stages.choice.choose(batch, plan, copied.tokens_BN, target, grammar_barrier)
-        accepted = stages.accept(copied.tokens_BN, target_BN, plan.prefix_len_B)
+        accepted = stages.accept(copied.tokens_BN, target_BN, plan.prefix_len_B, track_interval(batch))
         stages.choice.count_tokens(batch, accepted)
         stages.copier.weigh(copied, accepted)
-        stages.verifier.commit(batch, plan, accepted.n_committed_B)
+        stages.verifier.commit(batch, plan, accepted)
         publish(accepted.next_prefix_len_B)
         stages.context_kv.append(rids, plan, target.features_TC, accepted.n_committed_B)
         return self.step_result(batch, plan, target, accepted)

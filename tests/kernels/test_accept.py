@@ -7,6 +7,9 @@ from sglang_dflash_kernels.accept import Accepted, accept, accept_ref, accept_to
 
 def assert_same(got: Accepted, want: Accepted) -> None:
     for name, got_field, want_field in zip(Accepted._fields, got, want, strict=True):
+        if want_field is None:
+            assert got_field is None, name
+            continue
         assert got_field.dtype == want_field.dtype, name
         assert torch.equal(got_field, want_field), name
 
@@ -20,8 +23,12 @@ def test_hand_worked_step():
         committed_BN=torch.tensor([[1, 2, 7, 0], [4, 0, 0, 0], [4, 6, 8, 2]]),
         n_committed_B=torch.tensor([3, 1, 4], dtype=torch.int32),
         next_prefix_len_B=torch.tensor([13, 21, 34]),
+        last_B=torch.tensor([2, 0, 3]),
+        tracked_B=torch.tensor([1, -1, 1]),  # after 12 and 32 tokens
     )
-    assert_same(accept(tokens_BN, target_BN, torch.tensor([10, 20, 30])), want)
+    prefix_len_B = torch.tensor([10, 20, 30])
+    assert_same(accept(tokens_BN, target_BN, prefix_len_B, 4), want)
+    assert accept(tokens_BN, target_BN, prefix_len_B).tracked_B is None
 
 
 @given(st.data())
@@ -30,18 +37,22 @@ def test_definition_is_the_sequential_one(data):
     """Emit the target's token of each slot, and stop after the first that differs from the next slot's draft."""
     n_tokens = data.draw(st.integers(1, 9))
     row = st.lists(st.integers(0, 2), min_size=n_tokens, max_size=n_tokens)
-    tokens, target, prefix_len = data.draw(row), data.draw(row), data.draw(st.integers(0, 5))
+    tokens, target, prefix_len = data.draw(row), data.draw(row), data.draw(st.integers(0, 20))
+    interval = data.draw(st.integers(1, 12))
     emitted = []
     for slot in range(n_tokens):
         emitted.append(target[slot])
         if tokens[slot + 1 : slot + 2] != [target[slot]]:
             break
-    got = accept_ref(torch.tensor([tokens]), torch.tensor([target]), torch.tensor([prefix_len]))
+    got = accept_ref(torch.tensor([tokens]), torch.tensor([target]), torch.tensor([prefix_len]), interval)
     assert got.committed_BN[0].tolist() == emitted + [0] * (n_tokens - len(emitted))
     assert got.anchor_B.tolist() == emitted[-1:]
     assert got.n_accepted_B.tolist() == [len(emitted) - 1]
     assert got.n_committed_B.tolist() == [len(emitted)]
     assert got.next_prefix_len_B.tolist() == [prefix_len + len(emitted)]
+    assert got.last_B.tolist() == [len(emitted) - 1]
+    ends = [slot for slot in range(len(emitted)) if (prefix_len + slot + 1) % interval == 0]
+    assert got.tracked_B.tolist() == [max(ends, default=-1)]
 
 
 @pytest.mark.parametrize(("B", "N"), [(0, 4), (1, 1), (1, 16), (3, 5), (37, 16), (64, 8), (5, 33), (2, 2)])
@@ -51,9 +62,10 @@ def test_both_forms_are_the_definition(B, N, device):
     target_BN = torch.randint(0, 3, (B, N), device=device)
     target_BN[: B // 2, :-1] = tokens_BN[: B // 2, 1:]  # half of the requests accept every draft
     prefix_len_B = torch.randint(0, 1 << 40, (B,), device=device)
-    args = tokens_BN, target_BN, prefix_len_B
-    assert_same(accept_torch(*args), accept_ref(*args))
-    assert_same(accept_triton(*args), accept_ref(*args))
+    for interval in (0, 4, 7):
+        args = tokens_BN, target_BN, prefix_len_B, interval
+        assert_same(accept_torch(*args), accept_ref(*args))
+        assert_same(accept_triton(*args), accept_ref(*args))
 
 
 def test_last_slot_is_not_compared_with_the_next_row(device):

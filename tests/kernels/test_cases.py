@@ -36,7 +36,7 @@ def each_in_and_out(sizes: Sizes) -> Iterator[tuple[str, int]]:
     B, N, V = 3, 16, sizes.n_vocab
     yield "penalise", B * N * V * 8 + B * V * 4  # logits read and written, counts read
     yield "plan_block", B * (8 + 8 + 8) + B * N * (4 + 8 + 8 + 8)
-    yield "accept", B * (8 + 8 + 4 + 4 + 8) + B * N * (8 + 8 + 8)
+    yield "accept", B * (8 + 8 + 4 + 4 + 8 + 8 + 8) + B * N * (8 + 8 + 8)
 
 
 def test_bytes_are_those_of_inputs_and_outputs(cases: list[Case]) -> None:

@@ -280,7 +280,7 @@ def test_the_floors_of_the_kernels() -> None:
     n_bytes = {
         "plan_block": 24 * B + 28 * B * N,
         "penalise": (8 * N + 4) * B * QWEN_27B.n_vocab,
-        "accept": 32 * B + 24 * B * N,
+        "accept": 48 * B + 24 * B * N,
         "append_context": B * N * row,
         "gdn_verify": L * B * (state + N * (record + inputs)),
         "gdn_fold": L * B * (2 * state + N * record),

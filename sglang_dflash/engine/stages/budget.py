@@ -16,7 +16,7 @@ several operations. Examples are filling a graph's inputs, norms, and the window
     choose       1  argmax
     count        0  token counts, only for requests with penalties
     weigh        1  counts of copies
-    commit       3  search for the kept block slots; recurrent states; convolution windows
+    commit       2  recurrent states; convolution windows
     append       4  projection, norm, product for K and V, the write
     others       2  accept, and the published lengths
     result       0
@@ -43,7 +43,7 @@ LAUNCHES = {
     "choose": Budget(1, 1),
     "count": Budget(0, 0),
     "weigh": Budget(1, 1),
-    "commit": Budget(3, 5),
+    "commit": Budget(2, 4),
     "append": Budget(4, 12),
     "others": Budget(2, 2),
     "result": Budget(0, 0),

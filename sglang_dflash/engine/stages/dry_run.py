@@ -26,6 +26,7 @@ from sglang_dflash.engine.stages.drafter import block_forward, block_info
 from sglang_dflash.engine.stages.lora import without_adapters
 from sglang_dflash.engine.stages.ranks import from_first_of_ours
 from sglang_dflash.engine.stages.stages import Stages
+from sglang_dflash.engine.stages.state import track_interval
 from sglang_dflash.engine.step import Plan
 from sglang_dflash.engine.width.chooser import make_policy
 from sglang_dflash.engine.width.policy import Policy
@@ -144,9 +145,9 @@ class DryRun:
             logits_TV, features_TC = output.next_token_logits, output.hidden_states
             copied = stages.copier.copy(plan, plan.verified.tokens_BN)
             target_BN = stages.choice.logits.likeliest(logits_TV).view(copied.tokens_BN.shape)
-            accepted = stages.accept(copied.tokens_BN, target_BN, plan.prefix_len_B)
+            accepted = stages.accept(copied.tokens_BN, target_BN, plan.prefix_len_B, track_interval(batch))
             stages.copier.weigh(copied, accepted)
-            stages.verifier.commit(batch, plan, accepted.n_committed_B)
+            stages.verifier.commit(batch, plan, accepted)
             stages.context_kv.append(DUMMY * n_requests, plan, features_TC, accepted.n_committed_B)
             return logits_TV, features_TC
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from random import Random
 
 import torch
-from sglang_dflash_kernels.accept import Accepted
+from sglang_dflash_kernels.accept import Accepted, tracked_slot
 
 from sglang_dflash.flags import Simulated
 
@@ -28,7 +28,9 @@ class SimulatedAccept:
         self.random = Random(0)  # equal on all ranks that serve the same requests
         self.owed = 0.0  # part of a token that earlier steps committed too little
 
-    def __call__(self, tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
+    def __call__(
+        self, tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor, track_interval: int = 0
+    ) -> Accepted:
         """Accept the first drafts of every block; arguments as for `kernels/accept.py`."""
         n = self.next_length(target_BN.shape[1])
         committed_BN = torch.zeros_like(target_BN)
@@ -39,7 +41,10 @@ class SimulatedAccept:
             committed_BN[:, n - 1] = target_BN[:, n - 1]
         n_committed_B = torch.full_like(prefix_len_B, n, dtype=torch.int32)
         anchor_B = committed_BN[:, n - 1].contiguous()
-        return Accepted(n_committed_B - 1, anchor_B, committed_BN, n_committed_B, prefix_len_B + n)
+        next_len_B = prefix_len_B + n
+        counts = n_committed_B - 1, anchor_B, committed_BN, n_committed_B, next_len_B
+        tracked_B = tracked_slot(prefix_len_B, next_len_B, track_interval)
+        return Accepted(*counts, torch.full_like(prefix_len_B, n - 1), tracked_B)
 
     def next_length(self, width: int) -> int:
         """Return the number of tokens that the next step commits per request: 1 to `width`.

@@ -16,7 +16,7 @@ from sglang_dflash.engine.stages.drafter import Drafter
 from sglang_dflash.engine.stages.planner import Planner
 from sglang_dflash.engine.stages.verifier import Verifier
 
-Accept = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Accepted]
+Accept = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Accepted]
 Stage = TypeVar("Stage")
 
 

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
-    fused_commit_track_indices,
     scatter_mamba_states_after_mtp_verify,
     track_mamba_states_all_layers,
 )
@@ -33,6 +32,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
+from sglang_dflash_kernels.accept import Accepted
 from sglang_dflash_kernels.gdn_fold import GDN_FOLD, Kept
 from sglang_dflash_kernels.gdn_verify import GDN_VERIFY, Inputs
 
@@ -48,11 +48,11 @@ class State(Protocol):
     def attach(self, backend: AttentionBackend) -> None:
         """Prepare `backend` before its first verify. Called once for each of the target's attention backends."""
 
-    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+    def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
         """Advance each request's states by its kept rows: the anchor and the accepted drafts.
 
-        The number of kept rows is `n_committed_B`, int32 [B]. The target's runner must still have the attention backend
-        of the verify.
+        The target's runner must still have the attention backend of the verify. `accepted` has tracked slots if the
+        batch has track slots, see `track_interval`.
         """
 
 
@@ -63,7 +63,7 @@ class NoState:
         """Do nothing."""
         return
 
-    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+    def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
         """Do nothing."""
         return
 
@@ -71,23 +71,22 @@ class NoState:
 class SnapshotState:
     """`State` with snapshots: verify stores a state per token, commit keeps the state after the last kept row."""
 
-    def __init__(self, worker: TpModelWorker, width: int) -> None:
+    def __init__(self, worker: TpModelWorker) -> None:
         self.worker = worker
-        self.slots = BlockSlots(worker, width)
 
     def attach(self, backend: AttentionBackend) -> None:
         """Do nothing, because SGLang's verify stores the states."""
         return
 
-    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+    def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
         """Copy the states after the last kept rows into the requests' state slots, tracked states into track slots."""
         commit_mamba_states_after_verify(
             self.worker,
             batch,
-            accept_lens=n_committed_B,
+            accept_lens=accepted.n_committed_B,
             accept_index=plan.verified.tokens_BN,  # only the shape is read, because `prepared_step_indices` is given
             draft_token_num=plan.width,
-            prepared_step_indices=self.slots.last_and_tracked(batch, plan, n_committed_B),
+            prepared_step_indices=(accepted.last_B, accepted.tracked_B),
         )
 
 
@@ -98,14 +97,12 @@ class FoldState:
     SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs. The
     windows of the causal convolution (its last inputs) are small, so SGLang's own code stores and copies them.
 
-    On a GPU a commit has three launches for any number of layers: SGLang's search for block slots (`BlockSlots`), the
-    fold with the copies to track slots, and SGLang's copy of the windows. If the windows are not bf16, this copy has
-    several launches.
+    On a GPU a commit has two launches for any number of layers: the fold with the copies to track slots, and SGLang's
+    copy of the windows. If the windows are not bf16, this copy has several launches.
     """
 
-    def __init__(self, worker: TpModelWorker, width: int) -> None:
+    def __init__(self, worker: TpModelWorker) -> None:
         self.runner = worker.model_runner
-        self.slots = BlockSlots(worker, width)
         pool = self.runner.req_to_token_pool.mamba_pool
         if not isinstance(pool, RecordPool):
             raise NotSupported(
@@ -123,15 +120,14 @@ class FoldState:
         """Replace the backend's verify kernel by one that writes records."""
         gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
 
-    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+    def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
         """Add the records of the kept rows to the states of all layers, and copy tracked states into track slots."""
         backend = self.runner.attn_backend.linear_attn_backend
         slot_B = backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
-        last_B, tracked_B = self.slots.last_and_tracked(batch, plan, n_committed_B)
-        track_slot_B = None
+        last_B, tracked_B, track_slot_B = accepted.last_B, accepted.tracked_B, None
         if batch.mamba_track_indices is not None:
             track_slot_B = backend._translate_mamba_indices(batch.mamba_track_indices)
-        kept = Kept(slot_B, n_committed_B, track_slot_B, tracked_B)
+        kept = Kept(slot_B, accepted.n_committed_B, track_slot_B, tracked_B)
         self.fold(self.states_LSHVK, self.record_LRNX[:, :, : plan.width], kept, n_key_heads=self.n_key_heads)
         scatter_mamba_states_after_mtp_verify(self.windows, slot_B, last_B, track_slot_B, tracked_B)
 
@@ -155,15 +151,15 @@ class InPlaceState:
         # launch.
         linear.supports_packed_verify = True  # type: ignore[attr-defined]
 
-    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+    def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
         """Copy each state that has now read a multiple of the track interval, in tokens, to its track slot."""
-        if batch.mamba_track_indices is None:
+        if batch.mamba_track_indices is None or accepted.tracked_B is None:
             return
         backend = self.runner.attn_backend.linear_attn_backend
         track_mamba_states_all_layers(
             *self.pools,
             backend.forward_metadata.mamba_cache_indices,
-            (plan.prefix_len_B + 1) % track_interval(batch.tree_cache.page_size) == 0,
+            accepted.tracked_B == 0,
             backend._translate_mamba_indices(batch.mamba_track_indices),
             plan.n_requests,
         )
@@ -233,43 +229,16 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
     )
 
 
-class BlockSlots:
-    """Finder of two block slots of each request: the last kept slot, and the tracked slot.
+def track_interval(batch: ScheduleBatch) -> int:
+    """Return the track interval in tokens: at its multiples, states are saved for the prefix cache; 0: none are saved.
 
-    The last kept slot holds the last accepted draft, or the anchor if no draft was accepted. The state after this slot
-    becomes the request's state. The state after the tracked slot is copied for the prefix cache.
-
-    The search is one launch of SGLang's kernel. The kernel also handles draft trees, so it takes a table of token rows:
-    for every kept token, its row among the B x `width` verified rows. In a chain, slot i of request b is always in
-    row b * `width` + i. So this table, `row_QN`, is computed once for Q requests.
+    Call this after the verify, which gives the batch its track slots.
     """
-
-    def __init__(self, worker: TpModelWorker, width: int) -> None:
-        n_rows = len(worker.model_runner.req_to_token_pool.req_to_token)  # more than the largest number of requests
-        device = worker.model_runner.req_to_token_pool.req_to_token.device
-        self.row_QN = torch.arange(n_rows * width, device=device).view(n_rows, width)
-
-    def last_and_tracked(
-        self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return each request's last kept block slot, and the block slot to track, int64 [B] each.
-
-        After the slot to track, the state has read a multiple of the track interval, in tokens. If no kept slot of a
-        request is such a slot, the request has -1. If this server does not track, the second result is None.
-        """
-        tracks = batch.mamba_track_indices is not None
-        return fused_commit_track_indices(
-            self.row_QN[: plan.n_requests],
-            n_committed_B,
-            plan.prefix_len_B if tracks else None,
-            plan.width,
-            track_interval(batch.tree_cache.page_size) if tracks else 0,
-        )
+    return 0 if batch.mamba_track_indices is None else _track_interval(batch.tree_cache.page_size)
 
 
 @cache
-def track_interval(page_size: int) -> int:
-    """Return the track interval in tokens: at its multiples, states are saved for the prefix cache."""
+def _track_interval(page_size: int) -> int:
     return mamba_track_grid(page_size)
 
 
@@ -289,11 +258,11 @@ def make_state(worker: TpModelWorker, kind: GdnState | None, width: int) -> Stat
     if kind is None:
         return NoState()
     if kind is GdnState.SNAPSHOT:
-        return SnapshotState(worker, width)
+        return SnapshotState(worker)
     pools = worker.model_runner.req_to_token_pool
     if pools.short_conv_pool.enabled or pools.ngram_pool.enabled:
         raise NotSupported(
             "SGLANG_DFLASH_GDN_STATE=fold does not advance the states of the target's per-layer embeddings; "
             "set SGLANG_DFLASH_GDN_STATE=snapshot"
         )
-    return InPlaceState(worker) if width == 1 else FoldState(worker, width)
+    return InPlaceState(worker) if width == 1 else FoldState(worker)

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree
+from sglang_dflash_kernels.accept import Accepted
 
 from sglang_dflash.engine.stages import lora
 from sglang_dflash.engine.stages.forward import directly, has_experts, through_runner
@@ -110,6 +111,6 @@ class Verifier:
         features_TC, output.hidden_states = output.hidden_states, self.hidden_states.copied(batch, output)
         return Target(run, features_TC, tree)
 
-    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Advance each request's recurrent states by the first `n_committed_B` tokens of its block, int32 [B]."""
-        self.engines[plan.width].state.commit(batch, plan, n_committed_B)
+    def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
+        """Advance each request's recurrent states by its kept rows."""
+        self.engines[plan.width].state.commit(batch, plan, accepted)

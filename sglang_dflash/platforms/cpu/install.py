@@ -67,8 +67,6 @@ def at_import() -> dict[str, Any]:
             mamba_state.scatter_states_with_mask
         ),
         _KERNELS + "mamba.mamba_state_scatter_triton._conv_multi_eligible": mamba_state.no_fused_conv_scatter,
-        _KERNELS
-        + "mamba.mamba_state_scatter_triton.fused_commit_track_indices": mamba_state.fused_commit_track_indices,
         _KERNELS + "kvcache.cache_move.copy_all_layer_kv_cache_func": kv.copy_all_layer_kv_cache_func,
         _KERNELS + "quantization.fp8_kernel.per_token_group_quant_fp8": quantized.per_token_group_quant_fp8,
         _KERNELS + "gemm.fp8_kernel.w8a8_block_fp8_matmul_triton": quantized.w8a8_block_fp8_matmul_triton,

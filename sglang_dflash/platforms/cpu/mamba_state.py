@@ -4,7 +4,6 @@ Dimension key: B requests, L layers, S state slots, R rows of the buffer that ve
 (SGLang's arguments name them steps); `...` is the state itself.
 """
 
-import numpy as np
 import torch
 
 
@@ -75,34 +74,3 @@ def scatter_states_with_mask(
 def no_fused_conv_scatter(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Return False, so that SGLang scatters convolution windows pair by pair, without a fused kernel."""
     return False
-
-
-def fused_commit_track_indices(
-    accept_index: torch.Tensor,
-    accept_lens: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    draft_token_num: int,
-    mamba_track_interval: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Find in every block the block slot of the last kept row, and the one that completes a track interval.
-
-    The prefix cache gets the states at multiples of `mamba_track_interval` tokens. With a prefix of p tokens and n kept
-    rows, the last multiple is m = (p + n) // interval * interval. Block slot m - p - 1 completes the interval if m > p.
-
-    Args:
-        accept_index: int64 [B, at most N], the indices of the kept rows in the packed blocks [B * N].
-        accept_lens: int32 or int64 [B], number of kept rows, 1..N.
-        seq_lens: int64 [B], number of tokens before the block; None: nothing is tracked.
-        draft_token_num: N.
-    Returns:
-        Both block slots, int64 [B]. The second is -1 if no interval is completed, and None without `seq_lens`.
-    """
-    index_BN, n_B = accept_index.numpy(), accept_lens.numpy()
-    row_B = np.arange(len(n_B))
-    last_B = index_BN[row_B, n_B - 1] - row_B * draft_token_num
-    if seq_lens is None:
-        return torch.from_numpy(last_B), None
-    prefix_B = seq_lens.numpy()
-    slot_B = (prefix_B + n_B) // mamba_track_interval * mamba_track_interval - prefix_B - 1
-    tracked_B = index_BN[row_B, slot_B.clip(0)] - row_B * draft_token_num
-    return torch.from_numpy(last_B), torch.from_numpy(np.where(slot_B >= 0, tracked_B, -1))

@@ -47,12 +47,12 @@ def spoil(build) -> None:
         sampled[:] = again_T.long().view(positions_BN.shape), (logits_TV / temperature_T1).softmax(dim=-1)
         return honest_sample(self, logits_TV, info, positions_BN, keep_logits=keep_logits)
 
-    def accept(tokens_BN, target_BN, prefix_len_B):
+    def accept(tokens_BN, target_BN, prefix_len_B, track_interval=0):
         if sampled:  # filled by `sample` in this step; empty in a greedy step
             again_BN, probs_TV = sampled
             target_BN = rule(tokens_BN, target_BN, again_BN, probs_TV.view(*tokens_BN.shape, -1))
             sampled.clear()
-        return honest_accept(tokens_BN, target_BN, prefix_len_B)
+        return honest_accept(tokens_BN, target_BN, prefix_len_B, track_interval)
 
     build.Choice._sample = sample
     build.ACCEPT = dataclasses.replace(build.ACCEPT, on_cpu=accept)

@@ -72,7 +72,8 @@ class Recorded:
         output = SimpleNamespace(next_token_logits=torch.zeros(n_rows, V), hidden_states=torch.ones(n_rows, 2))
         return SimpleNamespace(logits_output=output)
 
-    def commit(self, batch: Any, plan: Plan, n_committed_B: torch.Tensor) -> None:
+    def commit(self, batch: Any, plan: Plan, accepted: Accepted) -> None:
+        assert (accepted.tracked_B is None) == (batch.mamba_track_indices is None)
         self.calls.add(("commit", plan.n_requests, plan.width, batch.mamba_track_indices is not None))
 
     def append(self, rids: list[str], plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
@@ -106,6 +107,7 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", tracks: bool =
     monkeypatch.setattr("sglang_dflash.engine.stages.drafter.enable_num_token_non_padded", lambda: False)
     mamba = SimpleNamespace(enable_mamba_extra_buffer=tracks)
     monkeypatch.setattr(dry_run, "get_exec", lambda: SimpleNamespace(mamba=mamba))
+    monkeypatch.setattr(dry_run, "track_interval", lambda batch: 64 if tracks else 0)
     config = SimpleNamespace(context_len=100, model_is_mrope=False)
     runner = SimpleNamespace(
         device=device, model_config=config, page_size=1, kv_index_translator=None, lora_manager=None

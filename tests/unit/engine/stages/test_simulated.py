@@ -27,11 +27,11 @@ def simulated(length: float, *, method: str = "match-expected", tokens: str = "r
 )
 def test_drafts_are_committed_then_a_token_of_the_target(length: float, committed: list[list[int]]) -> None:
     """A step commits what `accept` commits if the target's tokens agree with exactly these drafts."""
-    accepted = simulated(length)(TOKENS_BN, TARGET_BN, PREFIX_LEN_B)
+    accepted = simulated(length)(TOKENS_BN, TARGET_BN, PREFIX_LEN_B, 3)
     assert accepted.committed_BN.tolist() == committed
     n = min(int(length), 4)
     agreeing_BN = torch.cat([TOKENS_BN[:, 1:n], TARGET_BN[:, n - 1 :]], dim=1)
-    expected = accept_ref(TOKENS_BN, agreeing_BN, PREFIX_LEN_B)
+    expected = accept_ref(TOKENS_BN, agreeing_BN, PREFIX_LEN_B, 3)
     for found, wanted in zip(accepted, expected, strict=True):
         assert torch.equal(found, wanted)
         assert found.dtype == wanted.dtype

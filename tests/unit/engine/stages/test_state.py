@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
@@ -19,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
 from sglang.srt.speculative import spec_utils
+from sglang_dflash_kernels.accept import Accepted, accept_ref
 from sglang_dflash_kernels.gdn_verify import split_record
 
 from sglang_dflash.engine.memory import records
@@ -37,21 +36,20 @@ from sglang_dflash.flags import GdnState
 from sglang_dflash.platforms.cpu import mamba_state
 from tests.fixtures.recurrent import make_pool
 
-REQUESTS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size=1, max_size=5)
+
+def accepting(n_committed: list[int], prefix_len_B: torch.Tensor, *, width: int, track_interval: int) -> Accepted:
+    """Return the outcome of a step in which each request commits `n_committed` tokens."""
+    target_BN = torch.ones(len(n_committed), width, dtype=torch.int64)
+    right_BN = torch.arange(width) < torch.tensor(n_committed)[:, None]
+    return accept_ref(right_BN.long(), target_BN, prefix_len_B, track_interval)
 
 
-@given(st.integers(2, 16), REQUESTS, st.integers(16, 96), st.sampled_from([torch.int32, torch.int64]))
-def test_the_tracked_slot_is_the_last_that_completes_an_interval(width, requests, interval, dtype):
-    """After block slot i the state contains prefix + i + 1 tokens, a multiple of `interval` if slot i is tracked."""
-    requests = [(prefix, min(n, width)) for prefix, n in requests]
-    want = [max((i for i in range(n) if (prefix + i + 1) % interval == 0), default=-1) for prefix, n in requests]
-    prefix_len_B = torch.tensor([prefix for prefix, _ in requests])
-    n_committed_B = torch.tensor([n for _, n in requests], dtype=dtype)
-    rows = torch.arange(len(requests) * width).view(-1, width)
-    last_B, tracked_B = mamba_state.fused_commit_track_indices(rows, n_committed_B, prefix_len_B, width, interval)
-    assert tracked_B.tolist() == want
-    assert last_B.tolist() == [n - 1 for _, n in requests]
-    assert mamba_state.fused_commit_track_indices(rows, n_committed_B, None, width, 0)[1] is None
+def test_the_interval_is_zero_without_track_slots(monkeypatch):
+    monkeypatch.setattr(state, "_track_interval", lambda page_size: 64 * page_size)
+    batch = SimpleNamespace(mamba_track_indices=torch.zeros(1), tree_cache=SimpleNamespace(page_size=2))
+    assert state.track_interval(batch) == 128
+    batch.mamba_track_indices = None
+    assert state.track_interval(batch) == 0
 
 
 class LinearBackend:
@@ -121,13 +119,11 @@ def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
 @pytest.mark.parametrize(("kind", "make"), [(RecordPool, FoldState), (MambaPool, SnapshotState)])
 def test_states_advance_by_kept_tokens_and_copies_to_the_interval(kind, make, monkeypatch):
     monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
-    monkeypatch.setattr(state, "track_interval", lambda page_size: 64)
     monkeypatch.setattr(spec_utils, "mambaish_config", lambda config: True)
     for module in (mamba_state_scatter_triton, hybrid_linear_attn_backend):
         for name in ("fused_mamba_state_scatter_with_mask", "fused_conv_window_scatter_with_mask"):
             monkeypatch.setattr(module, name, mamba_state.scatter_states_with_mask)
     monkeypatch.setattr(mamba_state_scatter_triton, "_conv_multi_eligible", mamba_state.no_fused_conv_scatter)
-    monkeypatch.setattr(state, "fused_commit_track_indices", mamba_state.fused_commit_track_indices)
 
     pool = after_counting_verify(kind, width=4)
     requests = SimpleNamespace(
@@ -144,7 +140,6 @@ def test_states_advance_by_kept_tokens_and_copies_to_the_interval(kind, make, mo
     runner = SimpleNamespace(req_to_token_pool=requests, attn_backend=backend, model_config=None, model=None)
     batch = SimpleNamespace(
         mamba_track_indices=torch.tensor([5, 6, 4]),
-        tree_cache=SimpleNamespace(page_size=1),
         forward_mode=ForwardMode.TARGET_VERIFY,
         req_pool_indices=torch.arange(3),
     )
@@ -154,7 +149,8 @@ def test_states_advance_by_kept_tokens_and_copies_to_the_interval(kind, make, mo
     )
     # Prefix lengths are 62, 10 and 60, and the track interval is 64. The first request has 3 kept rows, and its state
     # contains 64 tokens after the second. The third has 4, and its state contains 64 tokens after the last.
-    make(SimpleNamespace(model_runner=runner), 4).commit(batch, plan, torch.tensor([3, 2, 4], dtype=torch.int32))
+    accepted = accepting([3, 2, 4], plan.prefix_len_B, width=4, track_interval=64)
+    make(SimpleNamespace(model_runner=runner)).commit(batch, plan, accepted)
 
     # The requests' states are in state slots 3, 1 and 2. Tracked copies go to 5 and 4. The second request does not
     # reach 64, so slot 6 stays 0.
@@ -194,7 +190,6 @@ def test_a_pool_without_records_is_refused():
 
 @pytest.mark.parametrize("tracked", [True, False])
 def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, monkeypatch):
-    monkeypatch.setattr(state, "track_interval", lambda page_size: 64)
     monkeypatch.setattr(state, "track_mamba_states_all_layers", mamba_state.track_mamba_states_all_layers)
     conv, temporal = torch.randn(2, 9, 4, 3), torch.randn(2, 9, 2, 5, 5)  # layers, state slots, ...
     want = conv.clone(), temporal.clone()
@@ -205,11 +200,10 @@ def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, m
         req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),
         attn_backend=SimpleNamespace(linear_attn_backend=LinearBackend()),
     )
-    batch = SimpleNamespace(
-        mamba_track_indices=torch.tensor([6, 8, 7]) if tracked else None, tree_cache=SimpleNamespace(page_size=1)
-    )
+    batch = SimpleNamespace(mamba_track_indices=torch.tensor([6, 8, 7]) if tracked else None)
     plan = SimpleNamespace(prefix_len_B=torch.tensor([64, 63, 62]), n_requests=3)
-    InPlaceState(SimpleNamespace(model_runner=runner)).commit(batch, plan, torch.ones(3, dtype=torch.int32))
+    accepted = accepting([1, 1, 1], plan.prefix_len_B, width=1, track_interval=64 if tracked else 0)
+    InPlaceState(SimpleNamespace(model_runner=runner)).commit(batch, plan, accepted)
     assert torch.equal(conv, want[0])
     assert torch.equal(temporal, want[1])
 
