@@ -43,8 +43,8 @@ def share_buffers(backend: AttentionBackend, widest: AttentionBackend) -> None:
         allocate(max_bs, max_num_tokens)
         # A graph must not read indices that were written for another graph. This holds, because every replay's indices
         # are written on the stream of the replays, after the previous replay: by SGLang's forward right before the
-        # replay, or by the graph itself. No step plans its verify earlier (`defer_metadata_init` in `Verifier.verify`),
-        # and SGLang's overlap plan stream only reserves KV slots.
+        # replay, or by the graph itself. No step plans its verify earlier (`defer_metadata_init` in `Verifier.verify`).
+        # With DFLASH, SGLang's overlap plan stream only reserves KV slots, and SGLang plans no verify beside a draft.
         for narrow, wide in zip(parts(backend), parts(widest), strict=True):
             replace(narrow, wide, BUFFERS)
             for name in METADATA:
