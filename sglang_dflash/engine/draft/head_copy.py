@@ -132,7 +132,7 @@ class Fp8Head(HeadCopy):
             self.scale_D1[part] = scale
 
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the rounded hidden states with the rounded head, [T, D], bf16 on a GPU, else fp32."""
+        """Return the logits [T, D], bf16 on a GPU, else fp32. Hidden states and head are rounded to fp8."""
         if hidden_TH.is_cuda:  # SGLang's kernels round the hidden states themselves, and write only bf16 or fp16
             return apply_fp8_linear(hidden_TH.bfloat16(), self.rows_DH.T, self.scale_D1)
         hidden_TH, scale_T1 = rounded_rows(hidden_TH)

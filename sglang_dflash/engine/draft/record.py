@@ -76,7 +76,7 @@ class Checkpoint:
     target_layer_ids: tuple[int, ...]  # target layers whose outputs are the features, in this order
     dtype: str = "bfloat16"
     conv_kernel_size: int = 0  # number of taps
-    conv_group_size: int = 0  # channels per group; a group shares the kernel term computed from the hidden state
+    conv_group_size: int = 0  # channels per group; a group shares its `change` (`kernels/block_conv.py`)
     selector_rank: int = 0  # width of a row of the selector's codebooks
     selector_top_k: int = 0  # number of candidates per slot
     output_multiplier: float = 1.0  # scales the candidates' logits

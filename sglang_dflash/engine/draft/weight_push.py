@@ -33,7 +33,9 @@ def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any
 
 
 def quantized_draft_stays(stock: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Open a session for the target only, because its end would quantize the draft's weights a second time.
+    """Refuse an update of the draft, and restrict an update of all models to the target.
+
+    At the end of an update SGLang quantizes the updated models, but the draft is quantized already.
 
     Hook around `SchedulerWeightUpdaterManager.begin_weight_update`, set for a quantized draft.
     """

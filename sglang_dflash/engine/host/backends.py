@@ -86,7 +86,7 @@ class Needs:
     """Requirements of a draft on its attention backend.
 
     Attributes:
-        whole_blocks: some layers are non-causal: full layers, or sliding layers with is_causal=false.
+        whole_blocks: some layers are non-causal. These are full layers, or sliding layers with is_causal=false.
         slides: some layers are sliding layers.
         slides_both_ways: some sliding layers are non-causal.
         sinks: heads have attention sinks.

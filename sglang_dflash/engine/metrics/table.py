@@ -113,7 +113,7 @@ METRICS = (
         (),
         "Blocks drafted with less context than the draft window holds, because a cached prefix is not in the "
         "request's ring buffer. 0 without a draft window.",
-        "A large share of `committed_tokens_count`: drop `--speculative-draft-window-size` if it is given.",
+        "Near `committed_tokens_count`, the number of all blocks: drop `--speculative-draft-window-size`.",
     ),
     Metric(
         "cut_committed_tokens_total",

@@ -152,7 +152,7 @@ class InPlaceState:
         linear.supports_packed_verify = True  # type: ignore[attr-defined]
 
     def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
-        """Copy each state that has now read a multiple of the track interval, in tokens, to its track slot."""
+        """Copy a request's state to its track slot if the request's length is now a multiple of the track interval."""
         if batch.mamba_track_indices is None or accepted.tracked_B is None:
             return
         backend = self.runner.attn_backend.linear_attn_backend

@@ -39,7 +39,7 @@ from sglang_dflash.engine.width.cost import RECENT, StepCost
 EXPLORE = 0.01
 LOOK_ROWS = 512  # rows of a look; at 256 requests whole blocks of 16 would take a third of a second on an H200
 REST = 6  # number of steps of one token in a rest; longer rests have no further effect
-REST_DECAY = math.exp(-1 / 128)  # per step with drafts, factor on the weight of old evidence about rests
+REST_DECAY = math.exp(-1 / 128)  # a step with drafts multiplies the weight of earlier such steps by this, see `Rhythm`
 REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
 SETTLE = 32  # number of steps between two calls of `StepCost.settle`
 EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
@@ -121,7 +121,7 @@ class Rhythm:
         Args:
             rested: whether a rest preceded the step.
             accepted: number of accepted drafts, mean over the requests.
-            expected: expected number of accepted drafts without a factor, mean over the requests.
+            expected: number of accepted drafts that `Acceptance` expects, before a factor; mean over the requests.
         """
         self.accepted_2 = [REST_DECAY * before + accepted * (i == rested) for i, before in enumerate(self.accepted_2)]
         self.expected_2 = [REST_DECAY * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]

@@ -169,7 +169,8 @@ def operands_of(run: Callable[..., Any], args: tuple, kwargs: dict, touched: Tou
         name = run._schema.name
         written, read = operands(run, args, kwargs)
         return name, [] if any(part in name for part in watch.READS_NOTHING) else read, written
-    if isinstance(run, functools.partial):  # `run_collective`; the schema declares no writes, so all count as written
+    if isinstance(run, functools.partial):
+        # A collective operation (`run_collective`). Its schema declares no writes, so all its tensors count as written.
         return "a collective operation", [], [tensor for tensor in leaves((args, kwargs)) if tensor.numel()]
     return run.__qualname__, touched.read, touched.written
 

@@ -253,7 +253,7 @@ def _in_factory() -> Iterator[None]:
 def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        # Inside `with torch.device(...)` tensors are created on that device, and the torch-function stack is not empty.
+        # `with torch.device(...)` puts a mode on the torch-function stack. An empty stack means the default device.
         on_host = kwargs.get("device") is None and not _len_torch_function_stack()
         data = args[0] if args else kwargs.get("data")
         if pin_memory and original is _tensor and isinstance(data, np.ndarray | torch.Tensor):

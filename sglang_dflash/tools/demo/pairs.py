@@ -63,7 +63,7 @@ class Show(NamedTuple):
 
 
 def tiny_show(pair: Pair = tiny.HYBRID) -> Show:
-    """Return `pair`, which has the tiny pair's architecture, with the tiny pair's flags and questions."""
+    """Return `pair` with the tiny pair's flags and questions. `pair` must have the tiny pair's architecture."""
     name = "the tiny pair" if pair == tiny.HYBRID else f"{pair.target} with {pair.draft}"
     return Show(name, pair, (*tiny.FLAGS, *tiny.HYBRID_FLAGS), tiny_questions())
 
