@@ -56,7 +56,7 @@ def mark_simulated(result: None, manager: Any, meta_info: dict[str, Any], *_: An
 
 
 def keep_name(stock: Callable[..., None], manager: Any, model_path: str, load_format: str) -> None:
-    """Leave out the renaming for a draft. Hook around `TokenizerManager._update_model_path_info`."""
+    """Keep the server's model name if a draft was loaded. Hook around `TokenizerManager._update_model_path_info`."""
     if not is_draft(model_path):
         stock(manager, model_path, load_format)
 

@@ -104,8 +104,8 @@ def check(names: Iterable[Name]) -> None:
     """Check that the running SGLang has all `names`.
 
     Raises:
-        HostMismatch: a module, name or member is missing, or a module that SGLang imports. The message names the
-            first missing one.
+        HostMismatch: a module, name or member of SGLang is missing, or a module that SGLang itself imports is missing.
+            The message names the first one.
     """
     for name in names:
         found = _resolve(name)

@@ -90,7 +90,7 @@ def check_rings(arguments: Arguments, draft_window: int | None) -> None:
 
 
 def check_disaggregation(arguments: Arguments, draft: Checkpoint) -> None:
-    """Refuse disaggregation for a draft that keeps more of a prompt than K/V, or raise NotSupported."""
+    """Raise NotSupported if a draft needs more of a prompt than K/V, but disaggregation sends only K/V."""
     if draft.lilicorr is not None and arguments.disaggregation != "null":
         raise NotSupported(
             f"--disaggregation-mode {arguments.disaggregation} is not supported with a LiLiCorr draft ({draft.path}: "
@@ -118,8 +118,8 @@ def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
 def load_format(arguments: Arguments) -> str | None:
     """Return the load format of the draft's weights; None: the target's, which can read a draft's files.
 
-    With formats such as `gguf` and `flash_rl`, which only the target has, the draft is loaded from its own files. So it
-    is with `dummy`: a trainer sends the target's weights later, but not the draft's.
+    Formats such as `gguf` and `flash_rl` are the target's only, and the draft is loaded from its own files. With
+    `dummy` too, because a trainer sends the target's weights later, but not the draft's.
 
     Raises:
         NotSupported: the launch sets dummy weights for the draft.

@@ -1,7 +1,7 @@
 """Behaviour beside an SGLang that this package does not support: another version, or a modified one.
 
 A launch without DFLASH runs as without this package, and one warning says so. A launch with DFLASH is refused before
-weights are loaded, because SGLang's own worker would serve it unnoticed. `SGLANG_DFLASH_WORKER=stock` asks for that.
+weights are loaded, because SGLang's own worker would serve it unnoticed. `SGLANG_DFLASH_WORKER=stock` allows that.
 
 Nothing is known about such an SGLang. A guard is set only where SGLang has the name that it hooks, and each guard is
 sufficient alone. If none can be set, the command line decides.

@@ -29,7 +29,7 @@ READ_AGAIN = 64  # last input tokens that `leave_the_end` lets the target read a
 
 Hooks = dict[str, tuple[Callable[..., Any], HookType]]  # by hook names of `host/sglang-0.5.23.txt`
 Pools = tuple[MemoryPoolConfig | None, ReqToTokenPool | None]
-Gauges = dict[str, tuple[int, Callable[[], int]]]  # by name of the pool: its size, and a function for the number in use
+Gauges = dict[str, tuple[int, Callable[[], int]]]  # pool name -> size of the pool, and function for the number in use
 
 
 class DraftKV(Protocol):

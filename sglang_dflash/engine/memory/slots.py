@@ -155,7 +155,7 @@ class RingSlots:
         """Return the last token rows of each prompt, as many as the ring keeps, with positions and KV slots."""
         rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
-        n = n_prompts(batch)  # the rings of running requests in a mixed step continue
+        n = n_prompts(batch)  # in a mixed step the rings of running requests are not reset
         self._begin(rows_B[:n], prefix_B[:n], (prefix_B + new_B)[:n])
         kept_B = np.minimum(new_B, self.size - self.widest)  # no block attends to more tokens
         last_B = np.cumsum(new_B)

@@ -49,7 +49,7 @@ class Choice:
     # -- prefill: SGLang draws ----------------------------------------------------------------------------------------
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """Set up penalties before SGLang samples the token after each prompt, or after its part that was read."""
+        """Set up penalties before SGLang samples the token after each prompt, or after the chunk that was read."""
         self.penalties.begin(batch)
 
     def anchors(self, batch: ScheduleBatch, drawn_B: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ class SnapshotState:
         return
 
     def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
-        """Copy the states after the last kept rows into the requests' state slots, tracked states into track slots."""
+        """Copy the states after the last kept rows into the requests' slots, tracked states into track slots."""
         commit_mamba_states_after_verify(
             self.worker,
             batch,

@@ -41,7 +41,7 @@ class StepCost:
         self.launch_SW = [row[:] for row in self.measured_SW]
         # The first real times of each width at each size, up to RECENT of them, divided by the time from start-up.
         self.first_SW: list[list[list[float]]] = [[[] for _ in self.widths] for _ in self.sizes]
-        # Number of real steps, and for each size and width: number of them, and the last one's number.
+        # Number of real steps. For each size and width: number of its real steps, and when the last one was counted.
         self.n_observed = 0
         self.n_SW, self.last_SW = ([[0] * len(self.widths) for _ in self.sizes] for _ in range(2))
         self.errors_W = [deque[float](maxlen=RECENT) for _ in self.widths]  # relative errors of the last steps
@@ -99,10 +99,12 @@ class StepCost:
     def _replace(self, i: int, w: int, ratio: float) -> None:
         """Use one of the first real times of width index `w` at size index `i`, as a ratio to the time from start-up.
 
-        The first one replaces a longer time from start-up, since disturbances hardly make steps shorter. The shorter of
-        the first two, and then the median of the first RECENT ones, replaces it in any case. Small differences replace
-        nothing, because a time from start-up is the result of more steps. If no other width at this size has RECENT
-        ones, the times without a real one get the same ratio, because most errors of start-up concern all widths.
+        - The first real time replaces the time from start-up only if it is shorter, since disturbances hardly make
+          steps shorter.
+        - After two real times, the shorter one replaces it. After RECENT real times, their median does.
+        - Small differences replace nothing, because a time from start-up is the result of more steps.
+        - If no other width at this size has RECENT real times, widths without a real time get the same ratio, because
+          most errors of start-up concern all widths.
         """
         first, times_W, launch_W = self.first_SW[i][w], self.measured_SW[i], self.launch_SW[i]
         first.append(ratio)

@@ -44,7 +44,7 @@ REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhyt
 SETTLE = 32  # number of steps between two calls of `StepCost.settle`
 EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
 TRIAL, TIMED = 6, 2  # largest number of steps of a trial, and number of timed ones after which it ends
-# Factors by which the time of a width may be too long: of one with few real steps, and of one with few recent steps.
+# The estimated time of a width may be too long by this factor, if it has few real steps, or if it has few recent ones.
 DOUBT, OLD_DOUBT = 2.0, 1.25
 AGAIN = 1024  # number of real steps after which a width without them may have another trial
 PART = 16  # largest number of requests whose outcomes a step counts; the host would take milliseconds for hundreds
@@ -135,7 +135,8 @@ class Trials:
         self.running: tuple[int, Decision] | None = None  # number of requests, and the decision
         # Number of the width's real times when the trial began, and number of steps that it may still have.
         self.n_before, self.n_left = 0, 0
-        self.n_pause, self.wait = 0, SETTLE  # steps until the next trial may begin, and after the next failure
+        # Steps until the next trial may begin. A trial without a timed step sets them to `wait`.
+        self.n_pause, self.wait = 0, SETTLE
 
     def next(self, n_requests: int, wanted: Decision | None) -> Decision | None:
         """Return the decision of a step in a trial; None: the step is not part of a trial.
@@ -187,7 +188,7 @@ class Adaptive(Policy):
         self.review: Review | None = None  # for the requests `reviewed`
         self.reviewed: Sequence[str] = ()
         self.is_stale = True  # whether estimates have changed since the last review
-        # Number of steps, of outcomes, of steps since the last one with drafts, and budget for looks in seconds.
+        # Numbers of steps, of outcomes, and of steps since the last step with drafts; budget for looks in seconds.
         self.n_steps, self.n_observed, self.n_rested, self.saved_s = 0, 0, 0, 0.0
         self.drafted = set[str]()  # requests that have had a step with drafts
         self.trials = Trials(cost)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Tier(NamedTuple):
-    """SGLang's settings for cards with less memory than `below_gib`. SGLang derives the memory left free from them."""
+    """SGLang's settings for cards with less memory than `below_gib`. They determine the memory that is left free."""
 
     below_gib: float
     chunk: int  # tokens of a prefill chunk

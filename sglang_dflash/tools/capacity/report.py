@@ -39,7 +39,7 @@ from sglang_dflash.tools.capacity.options import arguments, page_size, radix_sta
 RATIOS = [tenth / 10 for tenth in range(1, 101)]  # tried values of --mamba-full-memory-ratio
 TP_SIZES = (2, 4, 8)
 LIMITS = {"--max-total-tokens": "max_tokens", "--max-mamba-cache-size": "n_states"}  # flag -> field of `Serving`
-SMALL_CHUNK, SMALL_BATCH = 2048, 8  # tried tokens of a prefill chunk and requests at once, if no request fits
+SMALL_CHUNK, SMALL_BATCH = 2048, 8  # if no request fits, these are tried: tokens of a prefill chunk, requests
 COUNTED = {  # flag of `small_card` -> field of `Serving`
     "--mem-fraction-static": "mem_fraction",
     "--max-running-requests": "max_requests",
@@ -255,7 +255,7 @@ def sentences(report: Report) -> Iterator[str]:
 
 
 def more(serving: Serving) -> str:
-    """Return the cure if no single change of a flag allows more requests."""
+    """Return a sentence for a user whose number of requests no single flag raises."""
     limits = [flag for flag, field in LIMITS.items() if vars(serving)[field] is not None]
     return MORE + (f", after dropping {' and '.join(limits)}" if limits else "")
 
