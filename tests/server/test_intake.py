@@ -48,16 +48,17 @@ def test_turns_of_a_session_are_checked(unchecked: Server, questions: Callable, 
     """A refused turn leaves the session as it was."""
     session = httpx.post(f"{unchecked.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=60).json()
 
-    def turn(ids: list[int], **sampling: Any) -> httpx.Response:
-        asked = {"id": session, "rid": None}
+    def turn(ids: list[int], after: str | None, **sampling: Any) -> httpx.Response:
+        asked = {"id": session, "rid": after}
         body = {"input_ids": ids, "sampling_params": GREEDY | sampling, "session_params": asked}
         return httpx.post(f"{unchecked.url}/generate", json=body, timeout=60)
 
-    first = turn(PROMPT)
+    first = turn(PROMPT, None)
     assert first.status_code == 200
-    assert turn([5, 1024]).status_code == 400
-    assert turn([8], top_k=2**31, temperature=1).status_code == 400
-    second = turn([8, 9])
+    after = first.json()["meta_info"]["id"]
+    assert turn([5, 1024], after).status_code == 400
+    assert turn([8], after, top_k=2**31, temperature=1).status_code == 400
+    second = turn([8, 9], after)
     assert second.status_code == 200
     history = [*PROMPT, *first.json()["output_ids"], 8, 9]
     assert second.json()["output_ids"] == reference(history, GREEDY["max_new_tokens"])
