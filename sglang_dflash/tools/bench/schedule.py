@@ -174,7 +174,7 @@ class Bench:
         return turns(self.schedule, repeat, n_prompts=sizes, n_arms=len(self.engines))
 
     def run(self, turn: Turn) -> Measurement:
-        """Measure a turn, after a short unmeasured warm-up. At steady load the requests before the window are enough."""
+        """Measure a turn, after a short unmeasured warm-up. A steady load needs none: its window begins later."""
         engine, prompts = self.engines[turn.arm], self.tasks[turn.task].prompts
         self.about[engine.name] = self.about.get(engine.name) or engine.describe()
         if self.schedule.steady_s is None:
