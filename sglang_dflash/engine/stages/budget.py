@@ -56,7 +56,8 @@ NORMS = {"catch_up": 6, "append": 6}
 # Further launches with which LiLiCorr keeps the context of each request's last token, the same number on a GPU.
 LAST = {"catch_up": 3, "append": 5}
 FLASHINFER_WINDOWS = 48  # further launches with which FlashInfer plans the windows of sliding draft layers
-FLASHINFER_PLAN = 19  # launches with which FlashInfer plans a forward, equal on a GPU and in the emulation
+# Further launches with which an attention backend plans a forward, equal on a GPU and in the emulation.
+PLANS = {"flashinfer": 19, "triton": 3}
 
 GATE, SWIGLU = 6, 8  # launches of Laguna's gate, and of the activation "swigluoai"
 DOMINO = 24  # emulated launches of one corrected draft: its candidates' corrections, and a step of the GRU

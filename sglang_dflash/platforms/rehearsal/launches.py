@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -99,37 +99,37 @@ def is_plain(batch: Any) -> bool:
 
 def allowed_of(worker: Any) -> dict[str, int]:
     """Return the largest allowed number of emulated launches in a worker's decode step, by stage."""
-    planned = {
-        "draft": worker.config.draft_attention_backend == "flashinfer",
-        "verify": worker.target_runner.decode_attention_backend_str == "flashinfer",
-    }
-    draft = worker.config.draft
+    draft, backend = worker.config.draft, worker.config.draft_attention_backend
+    backends = {"draft": backend, "verify": worker.target_runner.decode_attention_backend_str}
     most = allowed(
         ring=worker.config.draft_window is not None,
         norms=draft.norms_features,
         last=draft.lilicorr is not None,
-        planned=[stage for stage in planned if planned[stage]],
+        planned={stage: budget.PLANS.get(name, 0) for stage, name in backends.items()},
     )
-    if planned["draft"] and draft.sliding_window is not None:
+    if backend == "flashinfer" and draft.sliding_window is not None:
         most["draft"] += budget.FLASHINFER_WINDOWS
     return most
 
 
-def allowed(*, ring: bool, norms: bool = False, last: bool = False, planned: Collection[str] = ()) -> dict[str, int]:
+def allowed(
+    *, ring: bool, norms: bool = False, last: bool = False, planned: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Return the largest allowed number of emulated launches in a decode step, by stage.
 
     Args:
         ring: the draft has a ring buffer.
         norms: the draft norms captured layers and each layer's context.
         last: the draft keeps the context of each request's last token.
-        planned: stages whose forward FlashInfer plans, which adds launches.
+        planned: further launches with which an attention backend plans the forward of a stage.
     """
+    planned = planned or {}
     return {
         stage: row.emulated
         + (budget.RING.get(stage, 0) if ring else 0)
         + (budget.NORMS.get(stage, 0) if norms else 0)
         + (budget.LAST.get(stage, 0) if last else 0)
-        + (budget.FLASHINFER_PLAN if stage in planned else 0)
+        + planned.get(stage, 0)
         for stage, row in budget.LAUNCHES.items()
     }
 

@@ -51,7 +51,7 @@ def test_one_launch_over_budget_is_refused() -> None:
     require(step, allowed(ring=True))
     with pytest.raises(OverBudget, match=r"draft 33 \(at most 13\)"):
         require(step, allowed(ring=False))
-    require(step, allowed(ring=True, planned=["draft"]))
+    require(step, allowed(ring=True, planned={"draft": 19}))
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
