@@ -129,12 +129,14 @@ def test_answers_and_steps_are_plain_torchs(
 
 @pytest.mark.full
 def test_sinks_with_an_fp8_head(
-    pool: Any, pairs: Callable[[str], Pair], expected: Callable[..., Expected], monkeypatch: pytest.MonkeyPatch
+    pool: Any, pairs: Callable[[str], Pair], questions: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The draft was not trained on these prompts, so its choices are less certain, and rounding changes some."""
     flags, env, _ = WAYS["fa3-graphs"]
-    plain, pair = expected("sinks", None), pairs("sinks")
+    pair, prompts = pairs("sinks"), questions(10, "dense", seed=21)
+    plain = Oracle(pair, None, None).expect(prompts, N_NEW)
     monkeypatch.setattr(generate, "draft_logits", rounded_logits)
-    wanted = Oracle(pair, None, None).expect(plain.prompts, N_NEW)
+    wanted = Oracle(pair, None, None).expect(prompts, N_NEW)
     assert (wanted.token_ids, wanted.steps != plain.steps) == (plain.token_ids, True), "rounding changes no step"
     server = pool.get(target="sinks", pair=pair, flags=flags, env=dict(env) | {"SGLANG_DFLASH_DRAFT_HEAD": "fp8"})
     wanted.require_from(server, 4)
