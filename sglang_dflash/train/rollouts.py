@@ -1,7 +1,8 @@
 """Rollouts: answers of a server with the features of their tokens, so that the trainer need not run the target.
 
-A line of the file is an answer of SGLang's `/generate` to a request with `return_hidden_states`, and the prompt's ids:
-    {"input_ids": [...], "output_ids": [...], "meta_info": {"hidden_states": [...], ...}, ...}
+A line of the file is an answer of SGLang's `/generate` to a request with `return_hidden_states` and
+`return_prompt_token_ids`, as it is:
+    {"prompt_token_ids": [...], "output_ids": [...], "meta_info": {"hidden_states": [...], ...}, ...}
 The server returns features with SGLANG_DFLASH_HIDDEN_STATES=features.
 
 Entry i of `hidden_states` ends with the row of the token before output token i, because this row gives its logits. The
@@ -22,7 +23,7 @@ from sglang_dflash.train.features import Reading
 from sglang_dflash.train.text import has_labels, require_usable
 from sglang_dflash.train.tokens import Rows, Tokens
 
-KEYS = ("input_ids", "output_ids", "meta_info")
+KEYS = ("prompt_token_ids", "output_ids", "meta_info")
 CURE = "start the server with --disable-radix-cache --chunked-prefill-size -1"
 Entries = Sequence[list[float] | list[list[float]]]
 
@@ -93,8 +94,8 @@ def read_rollouts(path: Path, max_length: int, dtype: torch.dtype) -> Rollouts:
 def rollout_of(row: Any) -> tuple[Tokens, torch.Tensor]:
     """Return the tokens of a line and their features [tokens, C], or raise ValueError."""
     if not isinstance(row, dict) or not row.keys() >= set(KEYS):
-        raise ValueError(f"found {str(row)[:60]!r}; give an answer of /generate with the prompt's input_ids added")
-    prompt, answer = row["input_ids"], row["output_ids"]
+        raise ValueError(f"found {str(row)[:60]!r}; send return_prompt_token_ids to /generate, and give its answers")
+    prompt, answer = row["prompt_token_ids"], row["output_ids"]
     features_TC = features_of(len(prompt), row["meta_info"].get("hidden_states", ()))
     if len(features_TC) != len(prompt) + len(answer) - 1:
         raise ValueError(f"{len(answer)} output_ids do not fit the hidden states; give the answer as it was returned")

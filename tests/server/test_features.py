@@ -19,7 +19,7 @@ from sglang_dflash.train.text import Batches
 from tests.server.conftest import PAIRS
 from tests.server.lib.rehearsals import BREAKABLE, FA3, SM90
 from tests.server.lib.rows import GAP, model
-from tests.server.lib.talk import together, tokens_of
+from tests.server.lib.talk import post, together, tokens_of
 from tests.server.lib.variants import RANDOM_WIDTHS, RETRACT, TRACK
 
 FEATURES = {"SGLANG_DFLASH_HIDDEN_STATES": "features"}
@@ -66,7 +66,7 @@ def serving(request: pytest.FixtureRequest, pool: Any) -> Any:
 
 
 def line(prompt: list[int], answer: Generation) -> str:
-    return json.dumps({"input_ids": prompt, "output_ids": answer.token_ids, "meta_info": answer.meta})
+    return json.dumps({"prompt_token_ids": prompt, "output_ids": answer.token_ids, "meta_info": answer.meta})
 
 
 def answered(serving: Serving, prompts: list[list[int]], **sampling: Any) -> list[Generation]:
@@ -122,23 +122,13 @@ def test_a_cached_prefix_has_no_features(serving: Serving, questions: Callable) 
     assert bool(second.meta["cached_tokens"]) == ("--disable-radix-cache" not in serving.way.flags)
 
 
-def test_the_last_tokens_features(serving: Serving, questions: Callable) -> None:
-    (prompt,) = questions(1, serving.way.target, seed=63)
-    fields = dict(serving.way.fields)
-    whole, last = (
-        serving.server.generate(prompt, fields=fields | {"return_hidden_states": mode}, max_new_tokens=20)
-        for mode in (True, "last")
-    )
-    assert last.token_ids == whole.token_ids
-    found, wanted = torch.tensor(last.meta["hidden_states"]), torch.tensor(whole.meta["hidden_states"][-1])
-    torch.testing.assert_close(found, wanted, atol=GAP, rtol=GAP)
-
-
 @pytest.mark.full
 def test_rollouts_train_the_draft(serving: Serving, questions: Callable, tmp_path: Path) -> None:
+    """The file has the answers of `/generate` as they are."""
     pair, prompts = PAIRS[serving.way.target], questions(8, serving.way.target, seed=64)
     path, out = tmp_path / "rollouts.jsonl", tmp_path / "draft"
-    path.write_text("\n".join(map(line, prompts, answered(serving, prompts))))
+    asked = ASKED | dict(serving.way.fields) | {"return_prompt_token_ids": True, "sampling_params": {"temperature": 0}}
+    path.write_text("\n".join(post(serving.server, "/generate", asked | {"input_ids": one}).text for one in prompts))
     config = checkpoint.read(str(pair.draft))
     layers = ",".join(map(str, config.target_layer_ids))
     options = {

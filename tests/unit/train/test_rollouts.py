@@ -52,7 +52,7 @@ def answer_of(target: PreTrainedModel, prompt: list[int]) -> dict[str, Any]:
     ids = target.generate(torch.tensor([prompt]), max_new_tokens=N_NEW, do_sample=False, eos_token_id=None)[0].tolist()
     _, features_1LC = read_rows(target, stacked([Tokens(ids, [True] * len(ids))]), LAYERS)
     rows, n = features_1LC[0].tolist(), len(prompt)
-    return {"input_ids": prompt, "output_ids": ids[n:], "meta_info": {"hidden_states": [rows[:n], *rows[n:-1]]}}
+    return {"prompt_token_ids": prompt, "output_ids": ids[n:], "meta_info": {"hidden_states": [rows[:n], *rows[n:-1]]}}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_bad_line_is_named(file: Path, tmp_path: Path) -> None:
     good = json.loads(file.read_text().splitlines()[0])
     states = good["meta_info"]["hidden_states"]
     bad = {
-        r"found .*; give an answer of /generate with the prompt's": {"text": "hello"},
+        "found .*; send return_prompt_token_ids to /generate, and give its": {"text": "hello"},
         "found the hidden states of one token; send": good | {"meta_info": {"hidden_states": states[-1]}},
         "8 output_ids do not fit the hidden states": good | {"output_ids": good["output_ids"][1:]},
         "found 0 rows": good | {"meta_info": {}},
