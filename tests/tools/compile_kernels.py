@@ -68,6 +68,7 @@ WIDE = (24, 32)  # blocks extended by n-gram copies
 BLOCKS = (8, 16)
 BATCHES = (1, 2, 3, 8, 16, 64)
 VOCABULARY, MASK_TOKEN_ID, TABLE_ROWS, CONTEXT, N_STATES = 248320, 248070, 65, 40980, 65
+TRACK_INTERVAL = 256  # tokens
 I32, I64, F32, BF16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
 KERNELS = {
     name: vars(import_module(f"sglang_dflash_kernels.{name}"))[f"_{name}_kernel"] for name in specialisations.KERNELS
@@ -199,15 +200,15 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def step_launches(B: int, N: int) -> Iterator[KernelLaunch]:
     """Yield launches of `plan_block` and `accept`. With an odd B, `prefix` starts off a 16-byte boundary."""
     tokens, prefix = empty(B, N, dtype=I64), empty(3, B, dtype=I64)[1]
-
-    def plan() -> None:
-        table = empty(TABLE_ROWS, CONTEXT, dtype=I32)
-        plan_block.plan_block_triton(prefix, prefix, prefix, table, mask_token_id=MASK_TOKEN_ID, n_tokens=N)
-
-    yield KernelLaunch("plan_block", f"B={B} N={N}", specialisations.plan_block(N), plan)
-    yield KernelLaunch(
-        "accept", f"B={B} N={N}", specialisations.accept(N), lambda: accept.accept_triton(tokens, tokens, prefix)
-    )
+    request, mask = (prefix, prefix, prefix, empty(TABLE_ROWS, CONTEXT, dtype=I32)), {"mask_token_id": MASK_TOKEN_ID}
+    one = functools.partial(plan_block.plan_block_triton, *request, **mask, n_tokens=N)
+    both = functools.partial(plan_block.plan_blocks_triton, *request, **mask, n_tokens=(N, BLOCKS[-1]))
+    yield KernelLaunch("plan_block", f"B={B} N={N}", specialisations.plan_block(N), one)
+    yield KernelLaunch("plan_block", f"B={B} N={N} and block", specialisations.plan_block(max(N, BLOCKS[-1])), both)
+    for interval in (0, TRACK_INTERVAL):
+        run = functools.partial(accept.accept_triton, tokens, tokens, prefix, interval)
+        detail = f"B={B} N={N}{' tracked' * bool(interval)}"
+        yield KernelLaunch("accept", detail, specialisations.accept(N), run, interval)
 
 
 def copy_launches(B: int, N: int, context: int = CONTEXT) -> Iterator[KernelLaunch]:
@@ -215,7 +216,7 @@ def copy_launches(B: int, N: int, context: int = CONTEXT) -> Iterator[KernelLaun
     text, counts = empty(TABLE_ROWS, context, dtype=I32), empty(TABLE_ROWS, copy_draft.N_CLASSES, 2, dtype=I32)
     texts = copy_draft.Texts(prefix, prefix, text, counts)
     copied = copy_draft.Copied(tokens, empty(B, dtype=I32), *empty(2, B, N - 1, dtype=I32))
-    copy = functools.partial(copy_draft.copy_draft_triton, tokens, texts)
+    copy = functools.partial(copy_draft.copy_draft_triton, tokens, texts, empty(TABLE_ROWS * max(WIDE), dtype=I32))
     yield KernelLaunch("copy_draft", f"B={B} N={N}", specialisations.copy_draft(N), copy)
     if N > 1:
         step = tokens, copied, tokens, empty(B, dtype=I32), texts
