@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention import verify_mask
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_dflash.engine.stages.index_buffers import larger, parts, share_buffers
+from sglang_dflash.platforms.rehearsal.buffers import NotShared, require_shared
 
 CONTEXT, WIDEST = 32, 16
 
@@ -101,3 +106,46 @@ def test_all_backends_for_full_attention_are_found() -> None:
     hybrid.full_attn_backend, hybrid.linear_attn_backend = both, SimpleNamespace(name="recurrent")
     assert [part["name"] for part in parts(hybrid)] == ["verifies", "prompts"]
     assert [part["name"] for part in parts(prompts)] == ["prompts"]
+
+
+def triton_backend(width: int) -> TritonAttnBackend:
+    backend = TritonAttnBackend.__new__(TritonAttnBackend)
+    sizes = {"num_head": 2, "max_kv_splits": 3, "v_head_dim": 4, "swa_v_head_dim": 4, "max_context_len": CONTEXT}
+    lean = {"lean_total_programs": 1, "lean_block_m": 1}
+    modes = {"device": "cpu", "skip_prefill": False, "is_draft_runner": False, "dllm_attention": None}
+    window = {"sliding_window_size": CONTEXT, "use_sliding_window_kv_pool": False}
+    vars(backend).update(sizes | lean | modes | window, num_draft_tokens=width)
+    return backend
+
+
+def flashinfer_backend(width: int) -> FlashInferAttnBackend:
+    backend = FlashInferAttnBackend.__new__(FlashInferAttnBackend)
+    sizes = {"max_context_len": CONTEXT, "num_wrappers": 2, "kv_indptr": [torch.zeros(5) for _ in range(2)]}
+    vars(backend).update(sizes, use_sliding_window_kv_pool=False, skip_prefill=False)
+    return backend
+
+
+def trtllm_backend(width: int) -> TRTLLMHAAttnBackend:
+    backend = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)
+    modes = {"device": "cpu", "use_sliding_window_kv_pool": False, "expand_encoder_only_verify": False}
+    pools = {"_swa_kv_pool": SimpleNamespace(), "max_num_pages": CONTEXT}
+    vars(backend).update(modes | pools, speculative_num_draft_tokens=width)
+    return backend
+
+
+@pytest.mark.parametrize("make", [triton_backend, flashinfer_backend, trtllm_backend])
+def test_all_large_buffers_of_sglangs_backends_are_shared(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU emulation has the same rule for whole servers, and for fa3, whose module needs a GPU or the emulation."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **options | {"device": "cpu"}))
+    monkeypatch.setattr(verify_mask, "default_tree_mask_mode", lambda: TreeMaskMode.FULL_MASK)  # as on a GPU
+    max_bs = 4
+    widest, narrow = make(WIDEST), make(8)
+    widest.init_cuda_graph_state(max_bs, max_bs * WIDEST)
+    share_buffers(narrow, widest)
+    narrow.init_cuda_graph_state(max_bs, max_bs * 8)
+    require_shared({8: narrow, WIDEST: widest}, widest, max_bs * CONTEXT)
+    alone = make(8)
+    alone.init_cuda_graph_state(max_bs, max_bs * 8)
+    with pytest.raises(NotShared):
+        require_shared({8: alone, WIDEST: widest}, widest, max_bs * CONTEXT)
