@@ -42,25 +42,29 @@ def require(path: Path, option: str = "--plot") -> None:
 
 
 def draw(rows: Sequence[Sequence[Panel]], path: Path, title: str) -> None:
-    """Draw rows of panels, at least one, into the file `path`."""
-    from matplotlib.figure import Figure  # takes half a second to import, and may be missing
+    """Draw rows of panels, at least one, into the file `path`. Curves of one name have one colour in all panels."""
+    from matplotlib import rc_context  # takes half a second to import, and may be missing
+    from matplotlib.figure import Figure
 
+    names = dict.fromkeys(name for row in rows for panel in row for name in panel.curves)
+    colours = {name: f"C{i}" for i, name in enumerate(names)}
     n_columns, (width, height) = max(map(len, rows)), PANEL_INCHES
     figure = Figure(figsize=(width * n_columns, height * len(rows)), layout="constrained")
     figure.suptitle(title)
     for row, axes in zip(rows, figure.subplots(len(rows), n_columns, squeeze=False), strict=True):
         for panel, ax in zip_longest(row, axes):
             if panel:
-                _draw(panel, ax)
+                _draw(panel, ax, colours)
             else:
                 ax.set_axis_off()
-    figure.savefig(path, dpi=150)
+    with rc_context({"svg.fonttype": "none"}):  # text stays text, in half of the bytes
+        figure.savefig(path, dpi=150)
 
 
-def _draw(panel: Panel, ax: Any) -> None:
+def _draw(panel: Panel, ax: Any, colours: Mapping[str, str]) -> None:
     ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     for name, curve in panel.curves.items():
-        ax.plot(curve.x, curve.y, marker="o", markersize=3, label=name)
+        ax.plot(curve.x, curve.y, marker="o", markersize=3, label=name, color=colours[name])
     if panel.doubling:
         ticks = sorted({x for curve in panel.curves.values() for x in curve.x})
         ax.set_xscale("log", base=2)

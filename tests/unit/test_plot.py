@@ -37,5 +37,16 @@ def test_panels_are_drawn_without_a_display(tmp_path: Path) -> None:
         plot.draw([[PANEL, PANEL], [OTHER]], tmp_path / f"a{suffix}", "title")
     picture = (tmp_path / "a.svg").read_text()
     for text, n in {"title": 1, "Speed": 2, "Acceptance": 1, "tokens per second": 2, "off": 2, "8": 2}.items():
-        assert picture.count(f"<!-- {text} -->") == n, text
+        assert picture.count(f">{text}</text>") == n, text
     assert "matplotlib.pyplot" not in sys.modules, "it would choose a display"
+
+
+def test_a_name_has_one_colour_in_all_panels(tmp_path: Path) -> None:
+    both = PANEL._replace(curves={"off": PANEL.curves["off"], "ours": Curve([1, 8], [9, 25])})
+    plot.draw([[both, OTHER]], tmp_path / "a.svg", "title")
+    first, second = (tmp_path / "a.svg").read_text().split('id="axes_2"')
+    blue, orange = "#1f77b4", "#ff7f0e"
+    assert blue in first
+    assert orange in first
+    assert blue not in second
+    assert orange in second
