@@ -62,12 +62,13 @@ class Recorded:
         self.calls = set[tuple]()
 
     def draft(self, plan: Plan, *, graphs: bool) -> None:
-        self.calls.add(("draft", plan.n_requests))
+        self.calls.add(("draft", plan.n_requests, plan.width))
 
     def use(self, width: int) -> None:
         self.width = width
 
     def forward(self, batch: Any) -> SimpleNamespace:
+        assert batch.spec_info.draft_token_num == self.width
         n_rows = batch.batch_size * self.width
         output = SimpleNamespace(next_token_logits=torch.zeros(n_rows, V), hidden_states=torch.ones(n_rows, 2))
         return SimpleNamespace(logits_output=output)
@@ -130,7 +131,7 @@ def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks)
     dry.warm_up(widths, n_requests=3)
     want = {("commit", size, width, tracks) for size, width in itertools.product(sizes, widths)}
     want |= set(itertools.product(("append", "penalise", "copy", "weigh"), sizes, widths))
-    want |= set(itertools.product(("draft", "write all"), sizes))
+    want |= set(itertools.product(("write all",), sizes)) | {("draft", size, BLOCK) for size in sizes}
     assert recorded.calls == want
 
 
@@ -138,18 +139,20 @@ def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks)
 def test_costs_are_robust_against_slow_rounds_and_steps(monkeypatch, on_host):
     """A draft takes 1 s at width 2, and 2 s at width 4. A verify takes 1, 2 and 3 s at widths 1, 2 and 4.
 
-    The first round takes ten times as long. In the fourth round the verify of width 1 takes 9 s. On a CPU two more
-    rounds are slow, because other processes use it.
+    Without graphs a draft fills only the verified slots, so it takes less time at a smaller width. The first round
+    takes ten times as long. In the fourth round the verify of width 1 takes 9 s. On a CPU two more rounds are slow,
+    because other processes use it.
     """
-    dry, _ = make(monkeypatch)
+    dry, recorded = make(monkeypatch)
     dry.on_host = on_host
     usual = [1, 2, 1, 2, 3]
     others = [[(2 if on_host else 1) * s for s in usual]] * 2
     rounds = [[10 * s for s in usual], *others, [1, 2, 9, 2, 3], usual]
     taken = itertools.chain(*rounds)
-    monkeypatch.setattr(dry, "_time", lambda run: next(taken))
+    monkeypatch.setattr(dry, "_time", lambda run: (run(), next(taken))[1])
     assert dry.seconds(2, [1, 2, BLOCK]) == pytest.approx([1, 1 + 2, 2 + 3])
     assert next(taken, None) is None
+    assert {call for call in recorded.calls if call[0] == "draft"} == {("draft", 2, 2), ("draft", 2, BLOCK)}
 
 
 def test_step_times_are_looked_up_at_captured_sizes(monkeypatch):

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -138,33 +140,65 @@ def test_sglang_captures_the_given_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert graph.cuda_graph_config.decode.bs == [1, 2, 3]
 
 
-def test_graphs_are_captured_with_the_state_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs captured before `state.attach` would run without the state."""
-    order: list[str] = []
+@pytest.mark.parametrize("width", [1, 4])
+def test_graphs_are_captured_with_the_state_attached(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs captured before `state.attach` would run without the state.
+
+    SGLang's backends and graph runners read the width from its configuration, which holds the widest verify otherwise.
+    """
+    order: list[Any] = []
+    spec = SimpleNamespace(speculative_num_draft_tokens=8)
+    spec.override = partial(patch.multiple, spec)
 
     class Graphs:
-        capture_bs = (1, 2)
+        capture_bs = (1, 2, 3, 4)
 
-        def __init__(self, runner: object, attn_backend: Any, **_: object) -> None:
-            attn_backend.init_cuda_graph_state(2, 8)
-            order.append("captured")
+        def __init__(self, runner: object, *, attn_backend: Any, speculative_num_draft_tokens: int) -> None:
+            assert attn_backend is backend
+            assert spec.speculative_num_draft_tokens == width
+            attn_backend.init_cuda_graph_state(4, 4 * width)
+            order.append(f"captured at {speculative_num_draft_tokens}")
 
     backend = SimpleNamespace(init_cuda_graph_state=lambda max_bs, max_num_tokens: order.append("allocated"))
     runner = SimpleNamespace(
-        _get_attention_backend=lambda **_: order.append("backend") or backend,
+        attn_backend="SGLang's own",
+        _get_attention_backend=lambda **_: order.append(spec.speculative_num_draft_tokens) or backend,
         prefill_attention_backend_str="fa3",
         decode_attention_backend_str="fa3",
         kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: order.append("bound")),
         model=nn.Module(),
     )
     state = SimpleNamespace(attach=lambda to: order.append("attached"))
-    monkeypatch.setattr(engines, "get_spec", lambda: SimpleNamespace(override=lambda **_: nullcontext()))
-    monkeypatch.setattr(engines, "capturing", lambda sizes: nullcontext())
-    monkeypatch.setattr(engines, "routing_of", lambda runner: {})
-    widest = WidthEngine(SimpleNamespace(cuda_graph_kv_indices=1), Graphs.__new__(Graphs), NoState(), {})
-    monkeypatch.setattr(engines, "share_buffers", lambda one, other: order.append("shared"))
-    assert engines._build_engine(runner, state, 4, widest).backend is backend
-    assert order == ["backend", "bound", "attached", "shared", "allocated", "captured"]
+    monkeypatch.setattr(engines, "get_spec", lambda: spec)
+    monkeypatch.setattr(engines, "capturing", lambda sizes: order.append(sizes) or nullcontext())
+    monkeypatch.setattr(engines, "routing_of", lambda runner: {"of": "the last graphs"})
+    widest = WidthEngine("the widest's backend", Graphs.__new__(Graphs), NoState(), {})
+    monkeypatch.setattr(engines, "share_buffers", lambda one, other: order.append((one, other)))
+    engine = engines._build_engine(runner, state, width, widest)
+    shared = (backend, "the widest's backend")
+    assert order == [width, "bound", "attached", shared, [1, 2, 4], "allocated", f"captured at {width}"]
+    assert (engine.backend, engine.state, engine.routing) == (backend, state, {"of": "the last graphs"})
+    assert spec.speculative_num_draft_tokens == 8
+
+
+@pytest.mark.parametrize("widths", [(1, 8), (1, 4)], ids=["the block", "narrower ones only"])
+def test_only_the_widest_verify_has_sglangs_own_engine(
+    widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang has built its own backend for the widest verify, here 8. Other widths have a state of their own."""
+    group = SimpleNamespace(world_size=1)
+    monkeypatch.setattr(engines, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+    monkeypatch.setattr(engines, "from_first_rank", lambda group: lambda values: None)
+    monkeypatch.setattr(engines, "_build_engine", lambda runner, state, width, widest: (state, width, widest))
+    monkeypatch.setattr(engines, "keep_buffers", lambda runner: None)
+    runner: Any = SimpleNamespace(attn_backend="backend", decode_cuda_graph_runner=None, lora_manager=None)
+    worker: Any = SimpleNamespace(model_runner=runner)
+    found = engines.build_engines(
+        worker, "state of 8", lambda width: f"state of {width}", widths, widest=8, reserve_bytes=0
+    )
+    own = WidthEngine("backend", None, "state of 8", {})
+    want = {width: own if width == 8 else (f"state of {width}", width, own) for width in widths}
+    assert found == want
 
 
 def test_hooks_are_off_while_graphs_are_captured() -> None:

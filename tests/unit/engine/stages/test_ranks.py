@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
@@ -58,10 +59,24 @@ def test_a_draft_runs_in_its_scope():
         yield
         order.append("out")
 
-    forward = ranks.within(scope, lambda batch: order.append("forward"))
-    for _ in range(2):
-        forward(None)
-    assert order == ["in", "forward", "out"] * 2
+    forward = ranks.within(scope, lambda batch, n_filled: order.append(f"forward of {batch}, {n_filled} filled"))
+    for n_filled in (4, 2):
+        forward("a batch", n_filled=n_filled)
+    assert order == [
+        *("in", "forward of a batch, 4 filled", "out"),
+        *("in", "forward of a batch, 2 filled", "out"),
+    ]
+
+
+@pytest.mark.parametrize("members", [[0, 1], [2, 3], [5]])
+def test_a_group_takes_the_values_of_its_own_first_rank(members: list[int], monkeypatch) -> None:
+    """`src` is a rank of the server, also if the group does not begin with rank 0."""
+    asked = list[Any]()
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda values, **where: asked.append((values.tolist(), where)))
+    group: Any = SimpleNamespace(world_size=len(members), ranks=members, cpu_group="over the CPU")
+    ranks.from_first_rank(group)(np.array([1.5, 2.5]))
+    where = {"src": members[0], "group": "over the CPU"}
+    assert asked == ([([1.5, 2.5], where)] if len(members) > 1 else [])
 
 
 def test_a_draft_is_built_for_its_block_at_any_verify_width(monkeypatch):

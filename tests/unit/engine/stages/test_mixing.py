@@ -1,0 +1,60 @@
+"""Mixed steps: which running requests prevent mixing, and the scheduler's setting afterwards."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_dflash.engine.stages.mixing import mix_plain
+
+PLAIN = {
+    "grammar": None, "custom_logit_processor": None, "return_sampling_mask": False, "return_hidden_states": False,
+}  # fmt: skip
+NO_PENALTY = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+NOT_MIXED = {
+    "grammar": {"grammar": object()},
+    "processor": {"custom_logit_processor": "code"},
+    "penalty": {"sampling_params": SimpleNamespace(**NO_PENALTY | {"presence_penalty": 0.5})},
+    "sampling mask": {"return_sampling_mask": True},
+    "hidden states": {"return_hidden_states": True},
+}
+
+
+def request(**fields: Any) -> Any:
+    return SimpleNamespace(**{"sampling_params": SimpleNamespace(**NO_PENALTY)} | PLAIN | fields)
+
+
+def mixed(*reqs: Any, is_mixed_chunk: bool = True) -> bool:
+    """Return whether SGLang mixes a prompt with these running requests."""
+    scheduler: Any = SimpleNamespace(is_mixed_chunk=is_mixed_chunk)
+
+    def stock(given: Any, *, running_batch: Any, n_prompts: int) -> tuple[bool, Any, int]:
+        assert given is scheduler
+        return scheduler.is_mixed_chunk, running_batch, n_prompts
+
+    running: Any = SimpleNamespace(reqs=reqs)
+    found, *passed_on = mix_plain(stock, scheduler, running_batch=running, n_prompts=3)
+    assert passed_on == [running, 3]
+    assert scheduler.is_mixed_chunk is is_mixed_chunk, "the setting is the server's, and stays"
+    return found
+
+
+@pytest.mark.parametrize("what", NOT_MIXED)
+def test_one_request_that_sglang_would_sample_otherwise_prevents_mixing(what: str) -> None:
+    other = request(**NOT_MIXED[what])
+    assert not mixed(request(), other)
+    assert not mixed(other, request())
+
+
+def test_plain_requests_are_mixed_if_the_server_mixes() -> None:
+    assert mixed(request(), request())
+    assert mixed()
+    assert not mixed(request(), is_mixed_chunk=False)
+
+
+def test_the_setting_stays_after_an_error() -> None:
+    scheduler: Any = SimpleNamespace(is_mixed_chunk=True)
+    running: Any = SimpleNamespace(reqs=[request(return_hidden_states=True)])
+    with pytest.raises(ZeroDivisionError):
+        mix_plain(lambda *_, **__: 1 / 0, scheduler, running_batch=running)
+    assert scheduler.is_mixed_chunk
