@@ -2,19 +2,27 @@
 
 import json
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, UpdateWeightsFromTensorReqInput
 from torch import nn
 
 from sglang_dflash.engine.draft import checkpoint
+from sglang_dflash.engine.draft.mask_row import write_row
+from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
-from sglang_dflash.engine.draft.weight_push import quantized_draft_stays, refuse_unknown
-from sglang_dflash.engine.draft.weight_update import BUILT, own_checkpoint_only
+from sglang_dflash.engine.draft.weight_push import (
+    draft_stays,
+    quantized_draft_stays,
+    refuse_unknown,
+    to_target_unless_named,
+)
+from sglang_dflash.engine.draft.weight_update import BUILT, own_checkpoint_only, require_like
 from sglang_dflash.engine.draft.weights import QUANTIZED, checkpoint_names, fused_name, lay_side_by_side
 from sglang_dflash.pairs.tiny.pairs import HYBRID
 from tests.fixtures.packing import quantized_draft
@@ -29,10 +37,10 @@ DRAFT, TARGET = SimpleNamespace(get_model=lambda: MODEL), SimpleNamespace(get_mo
 def load() -> Callable[[Any, object], tuple[bool, str]]:
     update = own_checkpoint_only(SERVED, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE)
 
-    def stock(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
+    def stock(updater: Any, model_path: str, *, load_format: str) -> tuple[bool, str]:
         return True, f"loaded {model_path} as {load_format}"
 
-    return lambda updater, path: update(stock, updater, str(path), "auto")
+    return lambda updater, path: update(stock, updater, str(path), load_format="auto")
 
 
 def test_each_checkpoint_goes_to_its_own_model(load: Callable) -> None:
@@ -53,6 +61,21 @@ def test_the_model_gets_the_format_of_the_new_files(load: Callable, tmp_path: Pa
         assert MODEL.config.packing == checkpoint.read(str(folder)).packing is not None
     load(DRAFT, HYBRID.draft)
     assert MODEL.config.packing is None
+
+
+def test_the_model_gets_the_mask_row_of_the_new_files(tmp_path: Path) -> None:
+    """The served draft and the new one each have the row in a file of their own."""
+    folders = [tmp_path / "served", tmp_path / "new"]
+    for folder in folders:
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).symlink_to(HYBRID.draft / name)
+        write_row(SERVED, torch.ones(SERVED.hidden_size), folder)
+    served = checkpoint.read(str(folders[0]))
+    update = own_checkpoint_only(served, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE)
+    MODEL.config.mask_file = ""
+    assert update(lambda *_: (True, "loaded"), DRAFT, str(folders[1])) == (True, "loaded")
+    assert MODEL.config.mask_file == str(folders[1] / "mask_embedding.pt")
 
 
 @pytest.mark.parametrize("model", [TARGET, DRAFT], ids=["target", "draft"])
@@ -88,11 +111,52 @@ def test_a_push_session_leaves_a_quantized_draft_out() -> None:
     assert (refused.success, refused.message) == (False, QUANTIZED)
 
 
-def test_a_push_to_a_quantized_draft_is_refused_by_its_cause() -> None:
-    def stock(updater: Any, tensors: list) -> tuple[bool, str]:
-        raise ValueError(QUANTIZED)
+@pytest.mark.parametrize(("selector", "reached"), [("all", "target"), ("target", "target"), ("draft", "draft")])
+def test_a_push_reaches_the_draft_only_if_its_selector_names_it(selector: str, reached: str) -> None:
+    def stock(manager: str, request: UpdateWeightsFromTensorReqInput) -> tuple[str, str]:
+        return manager, request.selector
 
-    assert refuse_unknown(stock, DRAFT, []) == (False, QUANTIZED)
+    request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[], selector=selector)
+    assert to_target_unless_named(stock, "manager", request) == ("manager", reached)
+
+
+def test_a_push_without_a_selector_leaves_the_draft_unchanged() -> None:
+    def stock(updater: Any, request: str) -> tuple[bool, str]:
+        return True, f"loaded {request}"
+
+    assert draft_stays(stock, TARGET, "handles") == (True, "loaded handles")
+    assert draft_stays(stock, DRAFT, "handles")[1].startswith("Succeeded to update the target; the draft stays")
+
+
+def pushed(updater: SimpleNamespace, error: Exception) -> tuple[bool, str]:
+    """Push tensors, by name as SGLang's manager does, and let SGLang's loader raise `error`."""
+
+    def stock(updater: Any, named_tensors: list, load_format: str | None) -> tuple[bool, str]:
+        raise error
+
+    return refuse_unknown(stock, updater, named_tensors=[], load_format=None)
+
+
+def test_a_push_to_a_quantized_draft_is_refused_by_its_cause() -> None:
+    assert pushed(DRAFT, ValueError(QUANTIZED)) == (False, QUANTIZED)
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), RuntimeError("x"), AssertionError("x")])
+@pytest.mark.parametrize(("updater", "model", "other"), [(DRAFT, "draft", "target"), (TARGET, "target", "draft")])
+def test_a_push_that_does_not_fit_is_answered(
+    updater: SimpleNamespace, model: str, other: str, error: Exception
+) -> None:
+    """An error that is not caught here would end the scheduler."""
+    is_done, message = pushed(updater, error)
+    assert not is_done
+    assert message.startswith(f"the {model} cannot take these tensors ({type(error).__name__}: {error}); ")
+    assert f'push the {other}\'s with "selector": "{other}"' in message
+
+
+def test_other_failures_of_a_push_keep_their_words() -> None:
+    assert pushed(DRAFT, torch.OutOfMemoryError("no memory")) == (False, "no memory")
+    with pytest.raises(ZeroDivisionError):
+        pushed(DRAFT, ZeroDivisionError())
 
 
 def test_weights_without_a_config_belong_to_the_target(load: Callable, tmp_path: Path) -> None:
@@ -115,6 +179,29 @@ def test_a_different_draft_is_refused_by_its_field(field: str, load: Callable, t
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(HYBRID.draft / "model.safetensors")
     assert load(DRAFT, tmp_path) == (False, f"{tmp_path}: {message}; restart the server with the new draft")
+
+
+def like(**fields: Any) -> Checkpoint:
+    """Return the served draft's record with other fields, without the checks of a checkpoint that is read."""
+    record = copy(SERVED)
+    vars(record).update(fields)
+    return record
+
+
+@pytest.mark.parametrize("field", BUILT)
+def test_each_field_that_a_model_is_built_from_is_compared(field: str) -> None:
+    with pytest.raises(ValueError, match=f": {field} is other, and the draft being served has "):
+        require_like(SERVED, like(**{field: "other"}), VOCAB_SIZE, BLOCK_SIZE)
+
+
+def test_a_selector_needs_the_vocabulary_of_the_served_one() -> None:
+    """Without a selector a draft has no row per token id, so its vocabulary may be padded otherwise."""
+    padded = {"vocab_size": VOCAB_SIZE + 8}
+    require_like(SERVED, like(**padded), VOCAB_SIZE, BLOCK_SIZE)
+    with pytest.raises(ValueError, match="vocab_size is 1032, and the draft being served has 1024"):
+        require_like(
+            like(selector_rank=8, vocab_size=VOCAB_SIZE), like(selector_rank=8, **padded), VOCAB_SIZE, BLOCK_SIZE
+        )
 
 
 def test_a_draft_for_shorter_blocks_that_suffice_is_loaded(load: Callable, tmp_path: Path) -> None:
