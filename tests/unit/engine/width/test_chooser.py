@@ -189,11 +189,14 @@ def test_a_report_covers_all_steps(caplog):
 
 @pytest.mark.parametrize(("useful", "n_warnings"), [(0, 1), (9, 1), (10, 0)])
 def test_a_draft_that_is_never_accepted_is_warned_of_once(useful, n_warnings, caplog):
-    """The warning appears if fewer than 10 of 500 blocks have an accepted draft. Steps without drafts do not count."""
+    """The warning appears if fewer than 10 of 500 blocks have an accepted draft, of which each has three here.
+
+    Steps without drafts do not count.
+    """
     chooser = Chooser(Scripted([1, 8] * 1000))
     for step in range(2000):
         chooser.decide(["a"])
-        chooser.observe([0 if step % 2 == 0 or step // 2 % 500 >= useful else 1], float(step))
+        chooser.observe([0 if step % 2 == 0 or step // 2 % 500 >= useful else 3], float(step))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == n_warnings
     assert all(warning.startswith(f"only {useful} of 500 drafted blocks ") for warning in warnings)

@@ -7,6 +7,7 @@ learn about widths that the policy does not choose.
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,18 @@ from sglang_dflash.engine.width import acceptance as acceptance_module
 from sglang_dflash.engine.width.acceptance import ALL_DECAY, DECAY, WARM_UP, Acceptance, Counts, Own, odds
 from sglang_dflash.engine.width.chooser import Chooser
 from sglang_dflash.engine.width.cost import RECENT, StepCost
-from sglang_dflash.engine.width.policy import EXPLORE, REST, SETTLE, TRIAL, Adaptive, Decision, Rhythm
+from sglang_dflash.engine.width.policy import (
+    EARLY,
+    EXPLORE,
+    REST,
+    SETTLE,
+    TIMED,
+    TRIAL,
+    Adaptive,
+    Decision,
+    Rhythm,
+    Trials,
+)
 
 N = 8  # tokens of a block
 D = N - 1
@@ -160,6 +172,23 @@ def test_one_bad_request_hardly_lowers_the_estimate_of_the_next() -> None:
     good = [([f"good-{i}"], N, [D]) for i in range(100)]
     before, after = trained(good), trained([*good, *[(["bad"], N, [0])] * 5])
     assert after.expected(["new"])[N] > 0.9 * before.expected(["new"])[N]
+
+
+@pytest.mark.parametrize(
+    ("width", "n_accepted", "first", "further"),
+    [
+        (1, 0, (0, 0), (0, 0)),
+        (2, 1, (1, 1), (0, 0)),
+        (4, 0, (1, 0), (0, 0)),
+        (4, 1, (1, 1), (1, 0)),
+        (4, 3, (1, 1), (2, 2)),  # the fourth draft was not verified
+        (N, D, (1, 1), (D - 1, D - 1)),
+    ],
+)
+def test_levels_count_the_drafts_that_were_reached(width: int, n_accepted: int, first: tuple, further: tuple) -> None:
+    """Each level counts drafts that were reached, and those of them that were accepted."""
+    own = trained([(["a"], width, [n_accepted])]).of_request["a"]
+    assert [(level.n_reached, level.n_accepted) for level in (own.first, own.further)] == [first, further]
 
 
 def test_warm_up_requests_are_not_learned_from() -> None:
@@ -367,12 +396,46 @@ def test_looks_that_cost_more_than_at_launch_become_rare(overlap: bool) -> None:
     assert np.mean(rates("SmolLM2, 8 requests", {8: 0.5}, 0.1, 2000, overlap=overlap)) >= 0.985
 
 
+def test_ranks_exchange_times_only_after_news() -> None:
+    """News are the first two real times of a width, and the median of the first `RECENT` ones."""
+    exchanged = list[int]()
+    cost = StepCost((1, 4), {1: (1.0, 2.0)}, lambda seconds_SW: exchanged.append(1))
+    exchanged.clear()
+    policy = Adaptive((1, 4), cost)
+    after = list[int]()
+    for step in range(1, SETTLE):
+        policy.decide(["a"])
+        cost.observe(1, 1, 1.0)
+        if exchanged:
+            after.append(step)
+            exchanged.clear()
+    assert after == sorted({2, 3, RECENT + 1, *EARLY})
+
+
+def test_a_timed_trial_makes_the_next_pause_short_again() -> None:
+    n_timed = [0]
+    trials = Trials(SimpleNamespace(n_real=lambda n_requests, width: n_timed[0]))
+
+    def pause(*, is_timed: bool) -> int:
+        """Run a trial, and return the number of steps from its end to the beginning of the next one."""
+        while trials.next(1, Decision(4)) is None:
+            pass
+        n_timed[0] += TIMED * is_timed
+        while trials.next(1, None) is not None:
+            pass
+        return trials.n_pause
+
+    assert [pause(is_timed=timed) for timed in (False, False, True, False)] == [SETTLE, 2 * SETTLE, 0, SETTLE]
+
+
 def test_trials_that_are_never_timed_become_rare() -> None:
     """With a prompt before every other step no trial has a timed step. Each pause is twice as long as the last."""
     policy = adaptive(committed(0.4), (1.0, 2.0, 3.0, 9.0))
     for _ in range(RECENT):
         policy.cost.observe(1, 1, 1.0)
-    widths = widths_of(policy, 4000)
+    decisions = [policy.decide(["a"]) for _ in range(4000)]
+    assert all(each.n_drafts == pytest.approx(committed(0.4)[each.width - 1] - 1) for each in decisions)
+    widths = [each.width for each in decisions]
     trials = [i for i, width in enumerate(widths) if width in (2, 4)]
     assert set(widths) == {1, 2, 8}
     assert trials[: 2 * TRIAL] == [*range(TRIAL), *range(TRIAL + SETTLE, 2 * TRIAL + SETTLE)]
@@ -709,11 +772,11 @@ def test_a_rested_draft_commits_no_more_than_its_width() -> None:
     policy = rhythmic(range(1, N + 1))
     drafts = {decision for decision in (policy.decide(["a"]) for _ in range(3000)) if decision.width > 1}
     assert drafts == {Decision(8, 8.0, 7.0, rested=True), Decision(8, 1 + 7 / 2, 7.0, rested=False)}
-    seen = list[float]()
-    policy.rhythm.observe = lambda rested, accepted, expected: seen.append(expected)
+    seen = list[tuple[float, float]]()
+    policy.rhythm.observe = lambda rested, accepted, expected: seen.append((accepted, expected))
     for decision in drafts:
-        policy.observe(["a"], decision, [7])
-    assert seen == [7.0, 7.0], "factors are measured against the expectation without factors"
+        policy.observe(["a", "b"], decision, [7, 2])
+    assert seen == [(4.5, 7.0)] * 2, "factors are measured against the expectation without factors"
 
 
 def test_exploring_drafts_are_rested_where_nothing_is_drafted() -> None:
