@@ -50,6 +50,15 @@ def test_every_listed_hook_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for name, place in HOOKS.items() if place not in hooked} == at_registration
 
 
+def test_experts_have_a_row_for_every_token_of_the_widest_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = dict[str, Any]()
+    monkeypatch.setattr(contract, "set_hooks", hooked.update)
+    monkeypatch.setattr("sglang_dflash.engine.stages.outputs.get_cuda_graph_max_batch_size", lambda n: n)
+    hooks.hook_scheduler(config_of())  # blocks of 8, verifies of up to 12
+    create, _ = hooked[HOOKS["experts"]]
+    assert create(dict, max_running_requests=5) == {"max_running_requests": 5 * 12}
+
+
 def test_metrics_start_only_with_sglangs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hooks.SECTIONS, "metrics", (Name("sglang.srt.server_args", "ServerArgs", "given"),))
     hooks.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=False))

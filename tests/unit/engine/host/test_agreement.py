@@ -41,11 +41,11 @@ def test_the_first_difference_is_named(ranks: list[list[agreement.Fact]], senten
 def facts(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that returns name -> value of the facts with the environment `env`."""
 
-    def of(block_size: int = 8, draft: str = pair["draft"], **env: str) -> dict[str, str]:
+    def of(block_size: int = 8, widths: str = "1, 8", draft: str = pair["draft"], **env: str) -> dict[str, str]:
         monkeypatch.setattr(agreement.os, "environ", env)
         monkeypatch.setattr(flags, "current", lambda: flags.read(env))
         arguments: Arguments = SimpleNamespace(require_draft_path=lambda: draft, draft_revision=None)  # type: ignore[assignment]
-        found = agreement.facts(arguments, {"the block size": block_size})
+        found = agreement.facts(arguments, {"the block size": block_size, "the verify widths": widths})
         assert len({name for name, _, _ in found}) == len(found)
         return {name: value for name, value, _ in found}
 
@@ -69,6 +69,7 @@ def test_version_choices_and_draft_are_compared(facts: Any, pair: dict[str, str]
     plain = facts()
     assert plain["sglang-dflash"] == __version__
     assert plain.items() - facts(block_size=4).items() == {("the block size", "8")}
+    assert plain.items() - facts(widths="8").items() == {("the verify widths", "1, 8")}
     other = str(checkpoints.write_draft(tmp_path / "draft", rms_norm_eps=1e-5))
     assert {name for name, _ in plain.items() - facts(draft=other).items()} == {"the digest of the draft's files"}
 

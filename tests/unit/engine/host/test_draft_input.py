@@ -109,6 +109,14 @@ def test_slots_for_a_block_and_the_step_in_flight_are_enough(monkeypatch, alloca
     assert made.allocated_B_cpu.tolist() == after
 
 
+@pytest.mark.parametrize(("own", "others"), [(1, 4), (4, 1)])
+def test_a_merged_batch_reserves_for_the_widest_step_in_flight(own, others):
+    made, other = state(1), state(2)
+    made.n_in_flight, other.n_in_flight = own, others
+    made.merge_batch(other)
+    assert made.n_in_flight == 4
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("block_size", [2, 8, 16])
 def test_a_reservation_stays_in_its_row(monkeypatch, page_size, block_size):

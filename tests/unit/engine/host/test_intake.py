@@ -21,7 +21,8 @@ V = 100
 PLAIN = TokenizedGenerateReqInput(
     rid="r", input_text="", input_ids=array("q", [5, V - 1]), mm_inputs=None, sampling_params=SamplingParams(),
     return_logprob=False, logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False,
-    input_embeds=None, token_type_ids=None, http_worker_ipc="ipc://worker", time_stats=APIServerReqTimeStats(),
+    input_embeds=None, token_type_ids=None, http_worker_ipc="ipc://worker",
+    time_stats=APIServerReqTimeStats(created_time=7.0),
 )  # fmt: skip
 
 
@@ -117,6 +118,7 @@ def require_refused(scheduler: Scheduler, sentence: str) -> None:
     assert re.search(sentence, reason["message"])
     assert req.finished()
     assert (req.rid, req.http_worker_ipc, list(req.origin_input_ids)) == ("r", "ipc://worker", [0])
+    assert req.time_stats.created_time == 7.0, "metrics and traces begin where the front end got the request"
     assert req.session is None
     assert not req.return_logprob
 
@@ -137,7 +139,7 @@ def test_features_of_a_refused_image_are_released(monkeypatch: pytest.MonkeyPatc
 def test_embedding_requests_are_refused() -> None:
     embed = TokenizedEmbeddingReqInput(
         rid="r", input_text="", input_ids=array("q", [5]), mm_inputs=None, token_type_ids=None,
-        sampling_params=SamplingParams(), http_worker_ipc="ipc://worker",
+        sampling_params=SamplingParams(), http_worker_ipc="ipc://worker", time_stats=PLAIN.time_stats,
     )  # fmt: skip
     scheduler = Scheduler()
     take_no_embedding(Scheduler.handle, scheduler, embed)  # type: ignore[arg-type]

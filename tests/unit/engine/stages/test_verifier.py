@@ -185,7 +185,10 @@ def narrow_plan(n_requests: int, drafted: int, width: int) -> Plan:
 
 
 def test_a_narrow_steps_stride_is_its_verify_width(monkeypatch):
-    """The stride is the number of tokens per request, for log-probabilities, the scheduler and `cap_lens`."""
+    """The stride is the number of tokens per request, for log-probabilities, the scheduler and `cap_lens`.
+
+    It is also the largest number of tokens that the step may commit, for which KV slots are reserved.
+    """
     asked: list[int] = []
     monkeypatch.setattr(results, "compute_spec_logprobs", lambda *args, chain_stride: asked.append(chain_stride))
     plan, tokens_BN = narrow_plan(2, drafted=8, width=4), torch.zeros(2, 4, dtype=torch.int64)
@@ -195,6 +198,7 @@ def test_a_narrow_steps_stride_is_its_verify_width(monkeypatch):
     assert asked == [4]
     assert result.speculative_num_draft_tokens == 4
     assert result.cap_lens.tolist() == [4, 4]
+    assert result.next_draft_input.n_in_flight == 4
 
 
 def test_the_engine_that_verified_commits():
