@@ -128,16 +128,19 @@ def test_overflowed_counts_are_still_increments() -> None:
 
 
 def test_counts_of_a_device_arrive_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second copy is made only after the first one has arrived."""
     passed, asked = [False], list[int]()
     event = SimpleNamespace(record=lambda: None, query=lambda: passed[0])
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=lambda: event))
-    monkeypatch.setattr(late_counts, "async_d2h", lambda counts: asked.append(1) or torch.tensor([4, 5]))
+    copies = iter((torch.tensor([4, 5]), torch.tensor([4, 9])))
+    monkeypatch.setattr(late_counts, "async_d2h", lambda counts: asked.append(1) or next(copies))
     late = LateCounts(torch.zeros(2, dtype=torch.int32, device="meta"))
     assert late.more().tolist() == [0, 0]
     assert late.more().tolist() == [0, 0]
     passed[0] = True
     assert late.more().tolist() == [4, 5]
     assert len(asked) == 1, "only one copy is in flight at a time"
+    assert late.more().tolist() == [0, 4]
 
 
 def test_counts_are_written_after_enough_blocks_or_when_idle(meter: Meter, scraped: Scraped) -> None:

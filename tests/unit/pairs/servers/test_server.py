@@ -5,13 +5,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from rich.console import Console
 
+from sglang_dflash.pairs.servers import progress
 from sglang_dflash.pairs.servers import server as server_module
 from sglang_dflash.pairs.servers.document import require_folder
 from sglang_dflash.pairs.servers.errors import ServerError
@@ -153,6 +156,24 @@ def test_answers_come_in_the_order_of_the_prompts(fake):
     assert [answer.token_ids[0] for answer in answers] == list(range(20))
 
 
+def test_fields_and_sampling_parameters_of_every_request_are_sent(tmp_path, monkeypatch):
+    server, sent = Server(["serve"], port=31900, log=tmp_path / "log", env={}, name="recorded"), list[Any]()
+    empty = SimpleNamespace(json=lambda: {"output_ids": [], "text": "", "meta_info": {}})
+    monkeypatch.setattr(server, "_answer", lambda method, path, body: sent.append(body) or empty)
+    server.generate_many([[1], "two"], concurrency=1, fields={"return_logprob": True}, max_new_tokens=3)
+    same = {"sampling_params": {"temperature": 0.0, "max_new_tokens": 3}, "return_logprob": True}
+    assert sent == [{"input_ids": [1]} | same, {"text": "two"} | same]
+
+
+def test_a_servers_variables_precede_those_of_this_process(tmp_path, monkeypatch):
+    for name in ("OWN", "INHERITED"):
+        monkeypatch.setenv(name, "parent")
+    monkeypatch.setattr(server_module.subprocess, "Popen", lambda command, *, env, **_: env)
+    server = Server(["serve"], port=31900, log=tmp_path / "log", env={"OWN": "arm"}, name="recorded")
+    env = server._spawn(BytesIO())
+    assert (env["OWN"], env["INHERITED"]) == ("arm", "parent")
+
+
 def test_progress_is_plain_lines_without_a_terminal(fake):
     out = StringIO()
     servers = [fake()]
@@ -160,6 +181,30 @@ def test_progress_is_plain_lines_without_a_terminal(fake):
     wait_ready(servers, Console(file=out))
     assert f"fake: ready on port {servers[0].port}" in out.getvalue()
     assert "\x1b" not in out.getvalue()
+
+
+class Starting:
+    """Stand-in for a starting server, which is in the next of `stages` at each look, and then ready."""
+
+    port = 1
+
+    def __init__(self, name: str, *stages: str) -> None:
+        self.name, self.stages = name, list(stages)
+
+    def is_ready(self) -> bool:
+        return not self.stages
+
+    def stage(self) -> str:
+        return self.stages.pop(0)
+
+
+def test_each_stage_of_each_server_is_printed_once(monkeypatch):
+    monkeypatch.setattr(progress.time, "sleep", lambda seconds: None)
+    out = StringIO()
+    servers: Any = Starting("one", "", "loading", "loading", "capturing"), Starting("two", *["loading"] * 3)
+    wait_ready(servers, Console(file=out))
+    shown = [line.split("s  ")[1] for line in out.getvalue().splitlines() if "ready" not in line]
+    assert shown == ["two: loading", "one: loading", "one: capturing"]
 
 
 def test_stages_follow_the_log():

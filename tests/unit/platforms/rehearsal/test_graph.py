@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sglang_dflash.platforms.rehearsal import graph, host
+from sglang_dflash.platforms.rehearsal.exchange import CollectiveCounter
 from sglang_dflash.platforms.rehearsal.graph import Graph, launch
 from sglang_dflash.platforms.rehearsal.pool import MIB, Pool
 from sglang_dflash.platforms.rehearsal.tape import CaptureError
@@ -70,6 +71,16 @@ def test_collectives_run_in_every_replay() -> None:
     x_TH += 2
     captured.replay()
     assert torch.equal(out_TH, torch.full((4, 8), 6.0))
+
+
+@pytest.mark.usefixtures("ranks")
+def test_elements_of_all_collectives_are_counted() -> None:
+    x_TH = torch.zeros(4, 8)
+    with CollectiveCounter() as exchange:
+        torch.distributed.all_reduce(x_TH)
+        torch.distributed.broadcast(x_TH[0], src=0)
+        torch.distributed.all_reduce(x_TH[1:2])
+    assert exchange.elements == {"allreduce_": 32 + 8, "broadcast_": 8}
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,24 @@ def test_outputs_are_overwritten_by_the_next_replay() -> None:
             replayed.replay()
 
 
+def test_each_replay_must_be_ordered_after_the_last_one() -> None:
+    """All graphs share memory, so it is not enough that a replay is ordered after the one before the last."""
+    x, y = torch.zeros(4), torch.zeros(4)
+    first, second = capture(lambda: x.add_(1)), capture(lambda: y.add_(1))
+    with Watch(graph.pool()):
+        one, other = Stream(), Stream()
+        with StreamContext(one):
+            first.replay()
+        other.wait_stream(one)
+        with StreamContext(one):
+            first.replay()
+        with StreamContext(other), pytest.raises(UnorderedAccess, match="replays into memory that another graph may"):
+            second.replay()
+        other.wait_stream(one)
+        with StreamContext(other):
+            second.replay()
+
+
 def test_an_event_inside_a_graph_is_recorded_in_place() -> None:
     first, second, read = torch.zeros(4), torch.zeros(4), EventInGraph()
 

@@ -254,7 +254,8 @@ def test_copies_need_token_histories_and_longer_blocks():
     assert of_27b(window=2048).n_tokens - texts.n_tokens == pytest.approx(texts.text_bytes / 65536, abs=1)
     assert wide.ring_bytes == (wide.limits[Bound.STATE] + 1) * (2048 + 32) * 20480
     assert wide.request_block_bytes == QWEN_27B.recurrent.record_bytes(32)
-    assert wide.limits[Bound.TOKENS] == wide.n_tokens // (8192 + 64)
+    short = of_27b(window=2048, copies=True, wider=32, context=100)
+    assert short.limits[Bound.TOKENS] == short.n_tokens // (100 + 64)
     assert of_27b(Worker.STOCK, window=2048, copies=True, wider=32) == of_27b(Worker.STOCK, window=2048)
 
 

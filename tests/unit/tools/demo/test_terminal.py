@@ -101,6 +101,7 @@ def test_chunks_are_steps_and_the_last_ones_have_the_counts() -> None:
     assert answer.committed_per_step == 1 + 5 / 2
     assert request_sent["messages"] == [{"role": "user", "content": "Why?"}]
     assert request_sent["extra_body"]["rid"] == "one"
+    assert request_sent["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
 
 
 def test_a_server_without_speculation_commits_one_token_per_step() -> None:

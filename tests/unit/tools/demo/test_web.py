@@ -78,16 +78,18 @@ def test_steps_of_a_request_are_read_while_others_are_written(tmp_path):
 
 
 def client(*chunks: tuple[str, int]) -> Any:
-    """Return a client that streams these chunks: a text, and the number of tokens so far."""
+    """Return a client that streams these chunks: a text, and the number of tokens so far. `rids` are those it gets."""
+    rids = list[str]()
 
     def create(**asked: Any) -> Iterator[Any]:
+        rids.append(asked["extra_body"]["rid"])
         if asked["messages"][-1]["content"] == "refuse":
             raise openai.APIError("too long", httpx.Request("POST", "http://server"), body=None)
         for text, n in chunks:
             delta = SimpleNamespace(delta=SimpleNamespace(content=text))
             yield SimpleNamespace(choices=[delta], usage=SimpleNamespace(completion_tokens=n), model_extra={})
 
-    return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)), rids=rids)
 
 
 @pytest.fixture
@@ -120,6 +122,17 @@ def test_an_answer_is_streamed_step_by_step(url):
     assert (second["n_steps"], second["width"], second["accepted"], second["copied"]) == (1, 8, 2, 1)
     assert 0 < first["s"] < second["s"]
     assert [json.loads(line)["n_tokens"] for line in ask(url, "without").text.splitlines()] == [1, 3]
+
+
+def test_each_request_is_found_in_the_trace_by_its_id(letters, shown, tmp_path):
+    """The server gets the id under which the page looks for the request's steps."""
+    steps = trace(tmp_path, {"width": 8, "accepted": {"demo-0": 1}}, {"width": 4, "accepted": {"demo-1": 2}})
+    streaming, lines = client(("a", 1), ("bcd", 4)), list[dict[str, Any]]()
+    demo = Demo({"with": Side(streaming, steps)}, letters, shown)
+    for _ in range(2):
+        demo.answer("with", QUESTION, lines.append)
+    assert streaming.rids == ["demo-0", "demo-1"]
+    assert [line.get("width") for line in lines] == [None, 8, None, 4]
 
 
 def test_a_chunk_in_one_piece_counts_all_its_tokens(letters, shown):
