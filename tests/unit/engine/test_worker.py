@@ -31,13 +31,14 @@ def worker_of(stages: Recorded) -> Any:
     worker: Any = DFlashWorker.__new__(DFlashWorker)
     names = ("planner", "drafter", "copier", "verifier", "choice", "context_kv")
     worker.stages = SimpleNamespace(accept=stages.accept, **dict.fromkeys(names, stages))
-    worker.width = stages
+    worker.width, worker.hidden_states = stages, stages
     worker._target_worker = stages
     return worker
 
 
-def test_each_stage_gets_the_results_of_its_own_step() -> None:
+def test_each_stage_gets_the_results_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps differ in width, requests, grammars, and in whether graphs may run."""
+    monkeypatch.setattr(worker_module, "track_interval", lambda batch: ("interval", batch))
     for step, (rids, width, graphs) in enumerate(((["a", "b"], 4, True), (["b"], 1, False))):
         plan = SimpleNamespace(prefix_len_B=f"lengths before step {step}")
         copied = SimpleNamespace(tokens_BN=f"tokens {step}")
@@ -54,17 +55,17 @@ def test_each_stage_gets_the_results_of_its_own_step() -> None:
         barrier: Any = f"barrier {step}" if graphs else None
         assert worker.forward_batch_generation(batch, stages.publish, barrier) == f"result {step}"
         assert stages.calls == [
-            ("decide", rids),
+            ("decide", rids, batch.reqs),
             ("plan", batch, width),
             ("before_draft", plan),
             ("draft", plan, graphs),
             ("copy", plan, f"drafts {step}"),
             ("verify", batch, plan, f"tokens {step}"),
             ("choose", batch, plan, f"tokens {step}", target, barrier),
-            ("accept", f"tokens {step}", f"chosen {step}", f"lengths before step {step}"),
+            ("accept", f"tokens {step}", f"chosen {step}", f"lengths before step {step}", ("interval", batch)),
             ("count_tokens", batch, accepted),
             ("weigh", copied, accepted),
-            ("commit", batch, plan, f"committed {step}"),
+            ("commit", batch, plan, accepted),
             ("publish", f"lengths {step}"),
             ("append", rids, plan, f"features {step}", f"committed {step}"),
             ("step_result", batch, plan, target, accepted),
@@ -95,6 +96,7 @@ def test_a_prefill_is_reported_read_and_returned() -> None:
         ("publish", lengths),
         ("append_prompt", batch, "features"),
         ("read", batch),
+        ("of_prompts", batch, output),
     ]
     assert output.hidden_states is None, "the features would be copied to the host"
     assert result.new_seq_lens is lengths

@@ -47,13 +47,13 @@ def test_each_stage_gets_its_sizes(made: Any, layout: Layout, widths: Any, wides
     stages = build.build_stages(
         worker, draft, nothing, ("state", "state_for"), logits=nothing, widths=widths, copy=Copy.AUTO, n_slots=8,
         ranks=SimpleNamespace(draft_scope=lambda target: None), mask_token_id=3, slots_are_ours=slots_are_ours,
-        simulated=None, on_host=True,
+        hidden_states=SimpleNamespace(n_waiting=7), simulated=None, on_host=True,
     )  # type: ignore[arg-type]  # fmt: skip
     assert made["Planner"][0] == (target, 8, widest, 3)
     engines, options = made["build_engines"]
     assert engines == (worker, "state", "state_for", widths)
     assert options["widest"] == widest
-    assert made["reserve_bytes"][0][-1] == widths
+    assert made["reserve_bytes"][0][-2:] == (widths, 7)
     assert made["Drafter"][0][2:4] == (8, layout)
     assert made["ContextKV"][1] == {"n_requests": 48, "block_size": 8, "may_wait": slots_are_ours}
     assert stages.copier.name == "make_copier"
