@@ -55,7 +55,8 @@ RING = {"catch_up": 20, "draft": 20, "append": 8}
 NORMS = {"catch_up": 6, "append": 6}
 # Further launches with which LiLiCorr keeps the context of each request's last token, the same number on a GPU.
 LAST = {"catch_up": 3, "append": 5}
-FLASHINFER_WINDOWS = 48  # further launches with which FlashInfer plans the windows of sliding draft layers
+# Further launches with which an attention backend plans the windows of sliding draft layers.
+WINDOWS = {"flashinfer": 48, "triton": 4}
 # Further launches with which an attention backend plans a forward, equal on a GPU and in the emulation.
 PLANS = {"flashinfer": 19, "triton": 3}
 

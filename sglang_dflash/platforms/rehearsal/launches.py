@@ -107,8 +107,8 @@ def allowed_of(worker: Any) -> dict[str, int]:
         last=draft.lilicorr is not None,
         planned={stage: budget.PLANS.get(name, 0) for stage, name in backends.items()},
     )
-    if backend == "flashinfer" and draft.sliding_window is not None:
-        most["draft"] += budget.FLASHINFER_WINDOWS
+    if draft.sliding_window is not None:
+        most["draft"] += budget.WINDOWS.get(backend, 0)
     return most
 
 
