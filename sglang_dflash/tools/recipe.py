@@ -119,7 +119,7 @@ def flags_on(recipe: Recipe, gpu: str) -> Sequence[Flag]:
         several = [Flag("--tp-size", str(tp_size), "")] if tp_size > 1 else []
         if added := fitting([*flags, *several], card.gib):
             n_requests, further = added
-            why = f"computed: {n_requests} requests of 8,192 tokens at once"
+            why = f"computed: {counted(n_requests)} of 8,192 tokens at once"
             return last_of_each([*flags, *(flag._replace(why=why) for flag in [*several, *further])])
     raise ValueError(f"no request of {recipe.name} fits on {TP_SIZES[-1]} {gpu} (computed); use larger cards")
 
@@ -149,14 +149,18 @@ def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
     flags = flags_on(recipe, gpu)
     comments = [f"{recipe.target} on {gpu.upper()}. {recipe.note}".strip()]
     sized = "These flags are sized for an H200. " if gpu in SMALLER else ""
-    comments += [f"{sized}{sentence}" for sentence in [at_once(recipe, gpu, further)] if sentence]
+    comments += [f"{sized}{sentence}" for sentence in [at_once(recipe, gpu, flags, further)] if sentence]
     comments += [f"  {flag.name}: {flag.why}" for flag in flags if flag.why]
     lines = [shlex.join(["python", *SERVER]), *(shlex.join(flag.words) for flag in flags)]
     lines += [shlex.join(further)] if further else []
     return "\n".join([*(f"# {comment}" for comment in comments), " \\\n    ".join(lines)])
 
 
-def at_once(recipe: Recipe, gpu: str, further: Sequence[str]) -> str:
+def counted(n_requests: int) -> str:
+    return f"{n_requests} request{'s' * (n_requests != 1)}"
+
+
+def at_once(recipe: Recipe, gpu: str, flags: Iterable[Flag], further: Sequence[str]) -> str:
     """Return a sentence with the number of requests at once on a card; "" if the target's sizes are not known."""
     if recipe.target not in models.TARGETS:
         cure = "If the model does not fit, set a larger --tp-size in the command."
@@ -164,7 +168,7 @@ def at_once(recipe: Recipe, gpu: str, further: Sequence[str]) -> str:
         return f"This card has {share:.0%} of its memory. {cure}" if gpu in SMALLER else ""
     from sglang_dflash.tools.capacity import report  # imports take a tenth of a second
 
-    words = [*arguments(recipe, gpu, further)[len(SERVER) :], "--gpu-memory", str(CARDS[gpu].gib)]
+    words = [*(word for flag in flags for word in flag.words), *further, "--gpu-memory", str(CARDS[gpu].gib)]
     options = report.arguments(raises=True)
     try:
         found = report.answer(options.parse_args(words))
@@ -176,7 +180,9 @@ def at_once(recipe: Recipe, gpu: str, further: Sequence[str]) -> str:
     if n_requests:
         n_default = by_default.results[Worker.PLUGIN].requests
         more = f"; {n_default} fit without {FRACTION}" if n_default > n_requests else ""
-        fitting = f"On {cards}, {n_requests} requests of {found.serving.context:,} tokens fit at once (computed){more}."
+        fit = "fits" if n_requests == 1 else "fit"
+        n = counted(n_requests)
+        fitting = f"On {cards}, {n} of {found.serving.context:,} tokens {fit} at once (computed){more}."
         return " ".join((fitting, *found.not_counted))
     ways = {
         f"set {flag} in the command, with which {n} fit": flag for flag, n in better.items() if flag.startswith("--tp")

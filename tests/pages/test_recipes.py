@@ -264,7 +264,7 @@ def test_sglang_parses_the_commands_of_small_cards(name: str, gpu: str, launch: 
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ("qwen3-8b --gpu rtx4090", r"# +--mem-fraction-static: computed: 1 requests of 8,192 tokens at once\n"),
+        ("qwen3-8b --gpu rtx4090", r"# +--mem-fraction-static: computed: 1 request of 8,192 tokens at once\n"),
         ("qwen3-8b --gpu rtx4090 --run", ""),
         (
             "gpt-oss-20b --gpu rtx4090",
