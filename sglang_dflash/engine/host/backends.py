@@ -16,7 +16,7 @@ FLAG = "--speculative-draft-attention-backend"
 OWN_DTYPE = "--speculative-draft-kv-cache-dtype auto"  # keeps the draft's KV cache in the draft's dtype
 # Values of `--speculative-draft-kv-cache-dtype` for a cache in the draft's dtype, or in bf16.
 UNQUANTIZED = ("auto", "bf16", "bfloat16")
-PAGES = (16, 32, 64, 128)  # page sizes of trtllm_mha, in tokens
+TRTLLM_PAGES = (16, 32, 64, 128)  # page sizes of trtllm_mha, in tokens
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ BACKENDS = {
     "trtllm_mha": Backend(
         devices=("sm90", "sm100", "sm120"),
         fp8_kv=("sm90", "sm100", "sm120"),
-        pages=PAGES,
+        pages=TRTLLM_PAGES,
         one_pass=False,
         slides_both_ways=False,
     ),

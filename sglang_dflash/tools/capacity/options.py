@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from sglang_dflash import flags
 from sglang_dflash.cli import Add, Parser, count, gib, nearest, positive
+from sglang_dflash.engine.host.backends import TRTLLM_PAGES
 from sglang_dflash.engine.memory.sizes import MAX_REQUESTS
 from sglang_dflash.tools.capacity import geometry
 from sglang_dflash.tools.capacity import known_models as models
@@ -43,7 +44,7 @@ OF_FRACTION = (
 AUTO = "auto"
 FA4_PAGE = 128  # tokens per page that SGLang sets for a target with fa4 on B200 and B300, whatever --page-size is
 BLACKWELL_GIB = 150  # B200 and B300 have more memory; Hopper cards, on which fa4 keeps the page size, have less
-TRTLLM_PAGES, TRTLLM_PAGE = (16, 32, 64, 128), 64  # tokens per page that trtllm_mha accepts, and its default
+TRTLLM_PAGE = 64  # tokens per page with trtllm_mha, if --page-size is none that it accepts
 
 
 class CapacityParser(Parser):
