@@ -19,7 +19,17 @@ from sglang_dflash.tools.bench import measure
 from sglang_dflash.tools.bench.client import steps_of
 from sglang_dflash.tools.bench.compare import Difference, differences, lead
 from sglang_dflash.tools.bench.measure import Completion, Measurement, Spread, Steps, percentile, slices, timed
-from sglang_dflash.tools.bench.report import BenchReport, few_steps, markdown, noise, panels, table, title_of
+from sglang_dflash.tools.bench.report import (
+    FLUSHED,
+    BenchReport,
+    few_steps,
+    markdown,
+    noise,
+    panels,
+    table,
+    title_of,
+    warnings,
+)
 from sglang_dflash.tools.bench.rows import Line, Row, means, row, summarise
 
 
@@ -320,6 +330,15 @@ def test_a_title_names_the_machine_of_the_servers_only():
     assert title_of(served) == "C, 2 cores, SGLang 0, commit c"
     remote = BenchReport({"client": machine, "commit": "c"}, {"off": {"url": "http://a:1"}}, [], [], [], [])
     assert title_of(remote) == "http://a:1 (machine not known), client of commit c"
+
+
+@pytest.mark.parametrize(("steady_s", "n_warnings"), [(None, 1), (6.0, 0)])
+def test_unequal_prompts_are_suspicious_unless_the_load_is_steady(steady_s, n_warnings):
+    """At steady load a faster arm answers more prompts in the same time."""
+    rows = [SimpleNamespace(task="t", concurrency=1, n_prompt_tokens=n, other_cores=0.0) for n in (5, 6)]
+    arms = {arm: {"prefix_cache": FLUSHED} for arm in ("off", "ours")}
+    found = list(warnings(BenchReport({"steady_s": steady_s}, arms, rows, [], [], [])))
+    assert [line.startswith("t, 1 in flight: arms read different numbers") for line in found] == [True] * n_warnings
 
 
 def test_a_plot_has_speed_by_concurrency_and_acceptance_by_slot():
