@@ -48,7 +48,7 @@ def test_each_stage_gets_its_sizes(made: Any, layout: Layout, widths: Any, wides
         worker, draft, nothing, ("state", "state_for"), logits=nothing, widths=widths, copy=Copy.AUTO, n_slots=8,
         ranks=SimpleNamespace(draft_scope=lambda target: None), mask_token_id=3, slots_are_ours=slots_are_ours,
         hidden_states=SimpleNamespace(n_waiting=7), simulated=None, on_host=True,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     assert made["Planner"][0] == (target, 8, widest, 3)
     engines, options = made["build_engines"]
     assert engines == (worker, "state", "state_for", widths)
