@@ -1,5 +1,6 @@
 """Training text from a served target: requests, written lines, and resuming after an interruption."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 
 from sglang_dflash.pairs.tiny.pairs import DENSE
 from sglang_dflash.train import answers, prompts
-from sglang_dflash.train.from_server import ServerSource
+from sglang_dflash.train.from_server import ServerSource, in_flight
 
 
 class Server:
@@ -64,6 +65,25 @@ def test_each_prompt_is_answered_once_even_after_a_cut_line(tmp_path: Path) -> N
     rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
     assert sorted(row[0]["content"] for row in rows) == sorted(one["messages"][0]["content"] for one in asked)
     assert all(row[1] == {"role": "assistant", "content": row[0]["content"].upper()} for row in rows)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 20])
+def test_no_more_requests_than_asked_are_in_flight(at_once: int) -> None:
+    running, seen = set[int](), list[int]()
+
+    async def work(number: int) -> int:
+        running.add(number)
+        seen.append(len(running))
+        for _ in range(1 + number % 4):
+            await asyncio.sleep(0)
+        running.remove(number)
+        return number
+
+    async def results() -> list[int]:
+        return [result async for result in in_flight(map(work, range(12)), at_once)]
+
+    assert sorted(asyncio.run(results())) == list(range(12))
+    assert max(seen) == min(at_once, 12)
 
 
 def test_every_second_answer_is_greedy(tmp_path: Path) -> None:

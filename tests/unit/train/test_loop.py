@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.train.loop import CHECKPOINT, LOG, TrainRecipe, adamw, train
+from sglang_dflash.train.loop import CHECKPOINT, LOG, Run, TrainRecipe, adamw, train
 from sglang_dflash.train.ranks import Ranks
 
 RECIPE = TrainRecipe(steps=6, learning_rate=0.1, warmup_steps=2, save_every=2, report_every=3)
@@ -45,6 +45,15 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(tmp_path, stop_after):
     cut, whole = (torch.load(tmp_path / name / CHECKPOINT, weights_only=True) for name in ("cut", "whole"))
     torch.testing.assert_close(cut["optimizer"], whole["optimizer"], rtol=0, atol=0)
     assert (tmp_path / "cut" / LOG).read_text() == (tmp_path / "whole" / LOG).read_text()
+
+
+def test_all_processes_read_the_checkpoint_before_it_is_overwritten(tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr(Run, "load", lambda *_: order.append("read"))
+    monkeypatch.setattr(Ranks, "wait", lambda _: order.append("wait"))
+    monkeypatch.setattr(Run, "save", lambda *_: order.append("write"))
+    run(tmp_path, stop_after=2)
+    assert order == ["read", "wait", "write"]
 
 
 def test_repeated_steps_after_a_crash_are_logged_once(tmp_path):

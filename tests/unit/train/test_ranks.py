@@ -6,12 +6,14 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_dflash.reference.torch import DraftModel
 from sglang_dflash.train.__main__ import main
+from sglang_dflash.train.draft import DraftRun
 from sglang_dflash.train.loop import LOG
 from sglang_dflash.train.ranks import ALONE, Ranks, joined
 from sglang_dflash.train.tiny_pair import make_target, make_tokenizer
@@ -101,6 +103,18 @@ def test_the_run_equals_that_of_one_process(folder):
     for a, b in zip(*logs, strict=True):
         assert b.pop("accepted_at_slot") == a.pop("accepted_at_slot")
         assert b == pytest.approx(a, rel=1e-4)
+
+
+def test_a_report_includes_the_shares_of_other_processes(monkeypatch):
+    """This process has no held-out rows, and two steps without an accepted draft. The other one has the rest."""
+    monkeypatch.setattr(Ranks, "total", lambda self, own: own + torch.tensor([6, 3]).to(own))
+    run = DraftRun.__new__(DraftRun)
+    run.ranks, run.draft = Ranks(0, 2), SimpleNamespace(eval=lambda: None)
+    run.target = SimpleNamespace(device=torch.device("cpu"))
+    answers = SimpleNamespace(n_surviving=lambda draft: torch.tensor([2, 0]))
+    assert run.report(SimpleNamespace(held_out=[]), answers) == {
+        "held_out_loss": 6 / 3, "target_agrees": 6 / 3, "tokens_per_step": 1 + 3 / 8, "accepted_at_slot": [3 / 8],
+    }  # fmt: skip
 
 
 def test_rows_must_be_shared_evenly(inputs, monkeypatch, capsys):

@@ -10,7 +10,7 @@ import torch
 from sglang_dflash.engine.stages import budget
 from sglang_dflash.platforms.rehearsal import graph, launches, watch
 from sglang_dflash.platforms.rehearsal.exchange import STEP_LINE, steps_in
-from sglang_dflash.platforms.rehearsal.launches import OverBudget, allowed, counted, held, require
+from sglang_dflash.platforms.rehearsal.launches import OverBudget, allowed, counted, held, require, with_launches
 from sglang_dflash.platforms.rehearsal.watch import Watch
 
 
@@ -54,6 +54,13 @@ def test_one_launch_over_budget_is_refused() -> None:
     require(step, allowed(ring=True, planned={"draft": 19}))
 
 
+def test_the_largest_number_of_launches_of_all_steps_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "most", Counter())
+    for n in (2, 5, 3):
+        require(Counter(commit=n), allowed(ring=False))
+    assert with_launches(lambda: {"version": "0"})() == {"version": "0", "launches": {"commit": 5}}
+
+
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_only_plain_greedy_steps_have_a_budget(greedy: bool) -> None:
     """The stage `choose` launches twice, once more than its budget. This is refused only in a greedy step."""
@@ -63,7 +70,8 @@ def test_only_plain_greedy_steps_have_a_budget(greedy: bool) -> None:
     asked = dict.fromkeys(("return_logprob", "return_hidden_states", "has_grammar"), False)
     batch = SimpleNamespace(sampling_info=sampling, **asked)
 
-    def decode(batch: Any) -> SimpleNamespace:
+    def decode(batch: Any, publish: str, barrier: str) -> SimpleNamespace:
+        assert (publish, barrier) == ("publish", "barrier")
         choose()
         return SimpleNamespace(can_run_cuda_graph=True)
 
@@ -76,9 +84,9 @@ def test_only_plain_greedy_steps_have_a_budget(greedy: bool) -> None:
     with torch.inference_mode(), Watch():
         if greedy:
             with pytest.raises(OverBudget, match=r"choose 2 \(at most 1\)"):
-                held(worker, decode)(batch)
+                held(worker, decode)(batch, "publish", "barrier")
         else:
-            held(worker, decode)(batch)
+            held(worker, decode)(batch, "publish", "barrier")
     assert launches._step["choose"] == 2
 
 
