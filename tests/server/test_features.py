@@ -24,7 +24,8 @@ from tests.server.lib.variants import RANDOM_WIDTHS, RETRACT, TRACK
 
 FEATURES = {"SGLANG_DFLASH_HIDDEN_STATES": "features"}
 ASKED = {"return_hidden_states": True}
-WHOLE = ("--disable-radix-cache", "--chunked-prefill-size", "-1")  # every prefill reads the whole prompt
+# Every prefill reads whole prompts.
+WHOLE = ("--disable-radix-cache", "--chunked-prefill-size", "-1", "--max-prefill-tokens", "2048")
 MAX_NEW_TOKENS = 40
 
 
