@@ -25,6 +25,9 @@ BUFFERS = (
     "cuda_graph_attn_logits",
     "cuda_graph_swa_attn_logits",
     "cuda_graph_attn_lse",
+    "cuda_graph_lean_Mp",
+    "cuda_graph_lean_Lp",
+    "cuda_graph_lean_Op",
     "_verify_mask",
 )
 # Dictionaries with page tables in fa3, fa4 and trtllm_mha, and the entries that have the same content at all widths.

@@ -111,7 +111,7 @@ def test_all_backends_for_full_attention_are_found() -> None:
 def triton_backend(width: int) -> TritonAttnBackend:
     backend = TritonAttnBackend.__new__(TritonAttnBackend)
     sizes = {"num_head": 2, "max_kv_splits": 3, "v_head_dim": 4, "swa_v_head_dim": 4, "max_context_len": CONTEXT}
-    lean = {"lean_total_programs": 1, "lean_block_m": 1}
+    lean = {"lean_total_programs": 16, "lean_block_m": 8}
     modes = {"device": "cpu", "skip_prefill": False, "is_draft_runner": False, "dllm_attention": None}
     window = {"sliding_window_size": CONTEXT, "use_sliding_window_kv_pool": False}
     vars(backend).update(sizes | lean | modes | window, num_draft_tokens=width)
