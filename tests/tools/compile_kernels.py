@@ -201,10 +201,13 @@ def step_launches(B: int, N: int) -> Iterator[KernelLaunch]:
     """Yield launches of `plan_block` and `accept`. With an odd B, `prefix` starts off a 16-byte boundary."""
     tokens, prefix = empty(B, N, dtype=I64), empty(3, B, dtype=I64)[1]
     request, mask = (prefix, prefix, prefix, empty(TABLE_ROWS, CONTEXT, dtype=I32)), {"mask_token_id": MASK_TOKEN_ID}
-    one = functools.partial(plan_block.plan_block_triton, *request, **mask, n_tokens=N)
-    both = functools.partial(plan_block.plan_blocks_triton, *request, **mask, n_tokens=(N, BLOCKS[-1]))
-    yield KernelLaunch("plan_block", f"B={B} N={N}", specialisations.plan_block(N), one)
-    yield KernelLaunch("plan_block", f"B={B} N={N} and block", specialisations.plan_block(max(N, BLOCKS[-1])), both)
+    if N in (1, BLOCKS[-1]):  # otherwise one launch plans the drafted block too
+        one = functools.partial(plan_block.plan_block_triton, *request, **mask, n_tokens=N)
+        yield KernelLaunch("plan_block", f"B={B} N={N}", specialisations.plan_block(N), one)
+    else:
+        both = functools.partial(plan_block.plan_blocks_triton, *request, **mask, n_tokens=(N, BLOCKS[-1]))
+        key = specialisations.plan_block(max(N, BLOCKS[-1]))
+        yield KernelLaunch("plan_block", f"B={B} N={N} and block", key, both)
     for interval in (0, TRACK_INTERVAL):
         run = functools.partial(accept.accept_triton, tokens, tokens, prefix, interval)
         detail = f"B={B} N={N}{' tracked' * bool(interval)}"

@@ -62,7 +62,7 @@ def layers() -> sizes.RecurrentSizes:
 
 def launches(B: int) -> Iterator[KernelLaunch]:
     """Yield a launch of every kernel for B requests, in the order of the tables."""
-    plan, _, _, accept_tracked = step_launches(B, N)
+    plan, _, accept_tracked = step_launches(B, N)
     yield from (plan, accept_tracked)
     yield next(penalise_launches(B, N, 2))
     yield next(append_launches(geometry.read_draft(models.draft_of(MODEL)).attention, B * N, B, ARCH))
