@@ -31,8 +31,9 @@ def test_every_flag_of_a_recipe_is_counted(name: str, gpu: str) -> None:
 @pytest.mark.parametrize("words", LAUNCHES, ids=" ".join)
 def test_launch_commands_of_the_pages_are_accepted(words: tuple[str, ...]) -> None:
     others, of_fraction = uncounted(arguments().parse_args([*ASKED, *words]))
-    assert set(others) <= {"--disaggregation-mode", "--dp-size"}
-    assert all(name.startswith("--cuda-graph-") for name in of_fraction)
+    assert set(others) <= {"--disaggregation-mode", "--dp-size", "--enable-return-hidden-states"}
+    prefill = ("--chunked-prefill-size", "--max-prefill-tokens")
+    assert all(name.startswith(("--cuda-graph-", *prefill)) for name in of_fraction)
 
 
 def test_no_flag_of_sglang_counts_as_misspelt() -> None:
