@@ -29,6 +29,7 @@ BUFFERS = (
     "cuda_graph_lean_Lp",
     "cuda_graph_lean_Op",
     "_verify_mask",
+    "_multi_ctas_kv_counter_buffer",  # trtllm_mha: counters that are zero before and after each launch
 )
 # Dictionaries with page tables in fa3, fa4 and trtllm_mha, and the entries that have the same content at all widths.
 METADATA = ("decode_cuda_graph_metadata", "target_verify_metadata", "draft_extend_metadata")
