@@ -58,6 +58,12 @@ class Document:
         part.write_text(json.dumps(self.fields, indent=1) + "\n")
         part.replace(self.path)
 
+    def finish(self) -> None:
+        """Mark the document as complete, and print its path."""
+        self.fields["done"] = True
+        self.save()
+        print(self.path, flush=True)
+
     def leave_out(self, *names: str) -> None:
         """Record and print parts that are not run."""
         new = [name for name in names if name not in self.fields["left_out"]]

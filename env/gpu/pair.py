@@ -325,9 +325,7 @@ def main() -> int:
     written.save()
     pair = Pair(sizes, clock, written, work)
     pair.run()
-    written.fields["done"] = True
-    written.save()
-    print(written.path, flush=True)
+    written.finish()
     return 0
 
 

@@ -53,9 +53,7 @@ def main() -> int:
     for backend in BACKENDS:
         estimate_s = ESTIMATE_DRY_S if small else ESTIMATE_S
         out.part(backend, estimate_s, partial(measure, settings, backend, clock, out, work))
-    out.fields["done"] = True
-    out.save()
-    print(out.path, flush=True)
+    out.finish()
     return 0
 
 

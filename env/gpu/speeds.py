@@ -221,9 +221,7 @@ def main() -> int:
             out.leave_out(*(call.title for call in planned))
         else:
             out.leave_out(*speeds.every(planned, data))
-    out.fields["done"] = True
-    out.save()
-    print(out.path, flush=True)
+    out.finish()
     return 0
 
 

@@ -257,9 +257,7 @@ def main() -> int:
             out.part(title, estimates[title], partial(measurement.blocks_of, block, arms, later_s))
     out.part("kernels", estimates["kernels"], partial(checks.kernels, out, work))
     checks.prove(out, work, small=small)
-    out.fields["done"] = True
-    out.save()
-    print(out.path, flush=True)
+    out.finish()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What users ask first is answered in the README, or at most two links from it."""
+"""Answers to users' first questions are in the README, or at most two links from it."""
 
 import re
 from typing import NamedTuple

@@ -77,7 +77,7 @@ def replace(narrow: dict[str, Any], wide: dict[str, Any], names: tuple[str, ...]
 
 
 def larger(narrow: Any, wide: Any) -> Any:
-    """Return the widest width's buffer, or buffers, in place of those of a narrower width, if large enough."""
+    """Return the widest width's buffers if they are large enough for a narrower width, else the narrower width's."""
     match narrow, wide:
         case list(), list():
             return [larger(*pair) for pair in zip(narrow, wide, strict=True)]
