@@ -84,6 +84,7 @@ BAD = {
     "linear replay of states": Bad(
         "NotSupported: --enable-linear-replayssm-spec is not supported with DFLASH", "--enable-linear-replayssm-spec"
     ),
+    "embeddings": Bad("NotSupported: --is-embedding is not supported with DFLASH", "--is-embedding"),
     "pools sized after capture": Bad(
         "NotSupported: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 is not supported with a draft window of 64 tokens",
         "--speculative-draft-window-size 64",

@@ -22,6 +22,7 @@ UNSUPPORTED = {
     "enable_return_indexer_topk": "SGLang's start of a draft removes its recorder of these values",
     "enable_torch_compile": "it was not tested, and would compile for each batch size and verify width of a graph",
     "kt_weight_path": "kt-kernel prepares its buffers for one list of batch sizes, but each verify width has its own",
+    "is_embedding": "a server for embeddings generates no text",
     "use_ray": "Ray's schedulers do not load plugins",
     "debug_tensor_dump_output_folder": "SGLang's dump needs a module named `model`, which a draft lacks",
 }
