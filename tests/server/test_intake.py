@@ -16,21 +16,16 @@ from tests.server.conftest import AS_USERS, require_nothing_lost
 from tests.server.lib.bad_requests import GREEDY, HARMFUL, PROMPT
 from tests.server.lib.unchecked import UNCHECKED, refusal
 from tests.server.lib.variants import TWO_NODES, VARIANTS
+from tests.server.test_front_ends import require_right
 from tests.tools.parameters import REQUEST_FLAGS
 
 pytestmark = pytest.mark.full
-MAX_NEW_TOKENS = 32
 
 
 @pytest.fixture(params=[1, 2], ids=["one-rank", "two-ranks"])
 def unchecked(request: pytest.FixtureRequest, server: Callable) -> Server:
     ranks = ("--tp", str(request.param))
     return server(flags=[*VARIANTS["hybrid"].flags, *REQUEST_FLAGS, *ranks], env=AS_USERS | dict(TWO_NODES) | UNCHECKED)
-
-
-def require_right(server: Server, questions: Callable, reference: Callable) -> None:
-    for prompt in questions(2, seed=6):
-        assert server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).token_ids == reference(prompt, MAX_NEW_TOKENS)
 
 
 def test_the_scheduler_refuses(unchecked: Server, questions: Callable, reference: Callable) -> None:
