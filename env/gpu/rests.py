@@ -4,15 +4,13 @@ A rest is a step of one token between drafting steps. It should cost what a step
 a long prompt. Writes $OUT/d.json after every result. Arms: `off` is no speculation, `width 1` this plugin's worker.
 """
 
-import os
 from functools import partial
 from pathlib import Path
 
 from env.gpu import dry, servers27
 from env.gpu.clock import Clock, Document
 from env.gpu.servers27 import COMMON, DRY, GPU, OFF, WIDTH_1, Settings, sized
-from env.gpu.steps import NOTES, Measurement
-from sglang_dflash.pairs.servers import document
+from env.gpu.steps import Measurement, begin
 
 BLOCK = 8
 BACKENDS = "fa3", "triton"
@@ -43,13 +41,7 @@ def measure(settings: Settings, backend: str, clock: Clock, out: Document, work:
 def main() -> int:
     servers27.end_on_first_sigterm()
     settings, small = (REST_DRY, True) if dry.is_dry() else (REST, False)
-    clock, folder, work = Clock.from_environment(), Path(os.environ["OUT"]), Path(os.environ["WORK"])
-    head = document.head("steps of one token beside decoding without speculation", "env/gpu/d.sh")
-    if small:
-        head["level"] = "R: sm90 rehearsed on a CPU, tiny shapes"
-    about = {"settings": servers27.describe(settings), "notes": NOTES}
-    out = Document(folder / "d.json", clock, **head, **about, starts=[], rows=[], summary=[])
-    out.save()
+    clock, out, work = begin("d.sh", "steps of one token beside decoding without speculation", settings)
     for backend in BACKENDS:
         estimate_s = ESTIMATE_DRY_S if small else ESTIMATE_S
         out.part(backend, estimate_s, partial(measure, settings, backend, clock, out, work))

@@ -237,16 +237,24 @@ def gpu_used() -> str:
     return checks.printed(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader"], 10)
 
 
+def begin(script: str, title: str, settings: Settings, **fields: Any) -> tuple[Clock, Document, Path]:
+    """Return the clock of `script`, its document with settings and further `fields`, and the folder for other files."""
+    clock, folder, work = Clock.from_environment(), Path(os.environ["OUT"]), Path(os.environ["WORK"])
+    head = document.head(title, f"env/gpu/{script}")
+    if settings.small:
+        head["level"] = "R: sm90 rehearsed on a CPU, tiny shapes"
+    about = {**fields, "settings": servers27.describe(settings), "notes": NOTES}
+    path = (folder / script).with_suffix(".json")
+    out = Document(path, clock, **head, **about, starts=[], rows=[], summary=[])
+    out.save()
+    return clock, out, work
+
+
 def main() -> int:
     servers27.end_on_first_sigterm()
     settings, small = (DRY, True) if dry.is_dry() else (GPU, False)
-    clock, folder, work = Clock.from_environment(), Path(os.environ["OUT"]), Path(os.environ["WORK"])
-    head = document.head("steps of a 27B target by worker and block size", "env/gpu/a.sh")
-    if small:
-        head["level"] = "R: sm90 rehearsed on a CPU, tiny shapes"
-    about = {"data_set_of_acceptance": DATA_SET, "settings": servers27.describe(settings), "notes": NOTES}
-    out = Document(folder / "a.json", clock, **head, **about, starts=[], rows=[], summary=[], kernels={}, prove={})
-    out.save()
+    title, results = "steps of a 27B target by worker and block size", {"kernels": {}, "prove": {}}
+    clock, out, work = begin("a.sh", title, settings, data_set_of_acceptance=DATA_SET, **results)
     estimates = ESTIMATES_DRY_S if small else ESTIMATES_S
     measurement = Measurement(settings, clock, out, work)
     with ExitStack() as stack:
