@@ -2,14 +2,16 @@
 
     python -m tests.tools.width_replay
 
-First table: tokens per second of the policy, relative to the best fixed width. Second table: tokens per second with
-finer widths, and with a width for each request, relative to the default widths. In the second table each answer's mean
-acceptance is known before, and the last columns show the set that loses most.
+First table: tokens per second of the policy, relative to the best fixed width. Second table: the same with short answers
+directly after each other set of the pair, mean and worst. Third table: tokens per second with finer widths, and with a
+width for each request, relative to the default widths. In the third table each answer's mean acceptance is known
+before, and the last columns show the set that loses most.
 """
 
 from collections.abc import Iterator, Sequence
+from statistics import mean
 
-from tests.tools.replay.replay import Traffic, adaptive, best_fixed, ragged, traces, uniform, with_policy
+from tests.tools.replay.replay import Traffic, adaptive, after, best_fixed, ragged, traces, uniform, with_policy
 from tests.tools.replay.times import MACHINES, Machine
 
 SIZES, LARGE_SIZES = (1, 8), (8, 16, 32, 64)
@@ -42,6 +44,20 @@ def policy_rows() -> Iterator[tuple[Machine, str, int, int, float, float]]:
                     yield machine, f"{pair}, {name}", n, width, best.rate / off, policy.rate / best.rate
 
 
+def change_rows() -> Iterator[tuple[Machine, str, int, int, list[float]]]:
+    """Yield machine, set, number of requests, best fixed width, and the policy's rate over it after each other set."""
+    for machine in MACHINES:
+        for pair, sets in traces().items():
+            for name in sets:
+                for n in SIZES:
+                    traffic = Traffic(sets, [name] * n).short()
+                    others = [Traffic(sets, [other] * n).short() for other in sets if other != name]
+                    widths = fitting(machine.widths, max((traffic, *others), key=lambda one: one.block))
+                    width, best = best_fixed(traffic, machine, widths)
+                    rates = [after(other, traffic, machine, adaptive(machine, n, widths)).rate for other in others]
+                    yield machine, f"{pair}, {name}", n, width, [rate / best.rate for rate in rates]
+
+
 def ragged_rows() -> Iterator[tuple[Machine, str, int, list[float]]]:
     """Yield machine, mix, number of requests, and four ratios to default widths: see the module's docstring."""
     for machine in MACHINES:
@@ -66,6 +82,10 @@ def main() -> None:
     print("|---|---|---:|---:|---:|---:|")
     for machine, name, n, width, over_off, ratio in policy_rows():
         print(f"| {machine.name} | {name} | {n} | {width} | {over_off:.2f} | {ratio:.3f} |")
+    print("\n| times of | set | requests | best fixed width | policy over it, mean | worst |")
+    print("|---|---|---:|---:|---:|---:|")
+    for machine, name, n, width, changed in change_rows():
+        print(f"| {machine.name} | {name} | {n} | {width} | {mean(changed):.3f} | {min(changed):.3f} |")
     print(
         "\n| times of | mix | requests | finer widths | per request | slowest set, finer | slowest set, per request |"
     )

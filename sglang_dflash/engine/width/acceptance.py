@@ -6,11 +6,13 @@ from itertools import accumulate
 
 DECAY = math.exp(-1 / 32)  # per step, factor on the weight of old observations of one request
 HEAVY = 1e100  # new observations weigh more at each step (see `Counts`); above this, all weights are scaled down
-ALL_DECAY = math.exp(-1 / 512)  # per step, factor on the weight of old observations of all requests
+ALL_DECAY = math.exp(-1 / 256)  # per step, factor on the weight of old observations of all requests
 PRIOR = 4.0  # weight of the prior, in observations
 LEVEL_DECAY = math.exp(-1 / 8)  # per block, factor on the weight of old evidence about a request's level
-# The prior of a level is 1. Its weight, in drafts: for the level of a block's first draft, and for that of the others.
+# Weight of a level's prior, in drafts: for the level of a block's first draft, and for that of the others.
 FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0
+# The same for the level of new requests, whose prior is 1. Evidence of an earlier request is multiplied by NEW_DECAY.
+NEW_FIRST_PRIOR, NEW_FURTHER_PRIOR, NEW_DECAY = 8.0, 16.0, 0.7
 CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
 WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) stay out of the counts of all requests
 
@@ -24,11 +26,17 @@ ALL = slice(None)
 
 
 class Level:
-    """Level of a request: its odds of acceptance in its last blocks, divided by the usual odds (of all requests)."""
+    """Level of some blocks: their odds of acceptance, divided by the usual odds (of all requests)."""
 
-    def __init__(self, prior: float) -> None:
-        """`prior`: number of drafts that must be observed to weigh as much as the assumption that the level is 1."""
-        self.prior, self.n_reached, self.n_accepted, self.n_usual = prior, 0.0, 0.0, 0.0
+    def __init__(self, prior: float, decay: float = LEVEL_DECAY) -> None:
+        """Begin without blocks.
+
+        Args:
+            prior: number of drafts that must be observed to weigh as much as the prior.
+            decay: factor per block on the weight of old evidence.
+        """
+        self.prior, self.decay = prior, decay
+        self.n_reached, self.n_accepted, self.n_usual = 0.0, 0.0, 0.0
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
         """Count a block.
@@ -38,16 +46,36 @@ class Level:
             n_accepted: number of accepted drafts among these.
         """
         if usual_D:
-            self.n_reached = LEVEL_DECAY * self.n_reached + len(usual_D)
-            self.n_accepted = LEVEL_DECAY * self.n_accepted + n_accepted
-            self.n_usual = LEVEL_DECAY * self.n_usual + sum(usual_D)
+            self.n_reached = self.decay * self.n_reached + len(usual_D)
+            self.n_accepted = self.decay * self.n_accepted + n_accepted
+            self.n_usual = self.decay * self.n_usual + sum(usual_D)
 
-    def odds(self) -> float:
-        """Return the level: the factor between this request's odds and the usual odds."""
+    def odds(self, prior: float = 1.0) -> float:
+        """Return the level: the factor between these odds and the usual odds; `prior`: the level without blocks."""
         if not self.n_reached:
-            return 1.0
+            return prior
         usual = self.n_usual / self.n_reached
-        return odds((self.n_accepted + self.prior * usual) / (self.n_reached + self.prior)) / odds(usual)
+        assumed = probability(prior * odds(usual))
+        return odds((self.n_accepted + self.prior * assumed) / (self.n_reached + self.prior)) / odds(usual)
+
+
+class Levels:
+    """Levels of a block's first draft and of its further drafts.
+
+    A block whose first draft fails is no evidence about further drafts, so these have their own level.
+    """
+
+    def __init__(self, first: Level, further: Level) -> None:
+        self.first, self.further = first, further
+
+    def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
+        """Count a block, see `Level.observe`."""
+        self.first.observe(usual_D[:1], min(n_accepted, 1))
+        self.further.observe(usual_D[1:], max(n_accepted - 1, 0))
+
+    def odds(self, priors: tuple[float, float] = (1.0, 1.0)) -> tuple[float, float]:
+        """Return both levels; `priors`: the levels without blocks."""
+        return self.first.odds(priors[0]), self.further.odds(priors[1])
 
 
 class Own:
@@ -55,16 +83,12 @@ class Own:
 
     def __init__(self, nothing: Counts) -> None:
         self.counts, self.n_tokens = nothing[:], 0
-        # A block whose first draft fails is no evidence about further drafts, so further drafts have their own level.
-        self.first, self.further = Level(FIRST_PRIOR), Level(FURTHER_PRIOR)
+        self.levels = Levels(Level(FIRST_PRIOR), Level(FURTHER_PRIOR))
+        self.is_new = True  # whether no block with drafts is in the counts of all requests
         # Width and number of accepted drafts of each step, while the request has at most WARM_UP output tokens. These
         # steps are not yet in the counts of all requests. None: the request has more output tokens, and each of its
         # steps is counted immediately.
         self.kept: list[tuple[int, int]] | None = []
-
-    def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
-        self.first.observe(usual_D[:1], min(n_accepted, 1))
-        self.further.observe(usual_D[1:], max(n_accepted - 1, 0))
 
 
 class Acceptance:
@@ -77,6 +101,10 @@ class Acceptance:
     - Over all requests: the counts of all requests. The prior is the last estimate at the position. If the position was
       never reached, the prior is the estimate at the position before.
 
+    Requests with good drafts have more blocks with drafts, so the estimate over all requests is too high for a new
+    one. So a request's level has a prior, too: the level of new requests. It is observed in the first block with drafts
+    of each request.
+
     Older steps weigh less. A request's counts fade by `DECAY`. The counts of all requests fade by the slower
     `ALL_DECAY`. Otherwise the last request would determine the estimate for a new one.
     """
@@ -85,6 +113,7 @@ class Acceptance:
         self.weight, self.all_weight = 1.0, 1.0  # weights of a new observation, see `Counts`
         self.nothing = [(0.0, 0.0)] * n_drafts
         self.batch, self.of_request = self.nothing[:], dict[str, Own]()
+        self.new = Levels(Level(NEW_FIRST_PRIOR, NEW_DECAY), Level(NEW_FURTHER_PRIOR, NEW_DECAY))
         self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # 1.0 at first, so that every width is tried
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], part: slice = ALL) -> None:
@@ -103,7 +132,7 @@ class Acceptance:
             own.n_tokens += n_accepted + 1
             if width > 1:
                 count(own.counts, width, n_accepted, self.weight)
-                own.observe(all_D[: min(n_accepted + 1, width - 1)], n_accepted)
+                own.levels.observe(all_D[: min(n_accepted + 1, width - 1)], n_accepted)
             if width > 1 or own.kept is not None:
                 self._share(own, width, n_accepted, n_counted)
         if len(self.of_request) > 4 * len(rids) + 64:  # most of these requests have ended
@@ -132,32 +161,40 @@ class Acceptance:
         for width, n_accepted in steps:
             if width == 1:
                 continue
+            n_reached = min(n_accepted + 1, width - 1)
+            if own.is_new:
+                self.new.observe(self._of_all(n_reached), n_accepted)
+                own.is_new = False
             count(self.batch, width, n_accepted, self.all_weight)
             # Scale the counts down to the largest total that batches of this size can reach. Otherwise counts of
             # earlier, larger batches would outweigh new steps.
             most = n_requests * self.all_weight / (1 - ALL_DECAY)
             if self.batch[0][0] > most:
                 self.batch = scaled(self.batch, most / self.batch[0][0])
-            n_reached = min(n_accepted + 1, width - 1)
             self.last_D[:n_reached] = self._of_all(n_reached)
 
     def expected(self, rids: Sequence[str]) -> list[float]:
         """Return the expected number of committed tokens per request, at each width from 0 to the largest."""
-        all_D = self._of_all()
-        total_D = [0.0] * len(all_D)
-        for own in (self.of_request.get(rid) for rid in rids):
+        all_D, new = self._of_all(), self.new.odds()
+        total_D, unknown = [0.0] * len(all_D), Own(self.nothing)
+        for rid in rids:
             survival = 1.0
-            for i, p in enumerate(self._of_one(own, all_D) if own else all_D):
+            for i, p in enumerate(self._of_one(self.of_request.get(rid, unknown), all_D, new)):
                 survival *= p
                 total_D[i] += survival
         return [0.0, *accumulate((total / len(rids) for total in total_D), initial=1.0)]
 
-    def _of_one(self, own: Own, all_D: Sequence[float]) -> list[float]:
-        """Return a request's estimates, [D]; `all_D`: the estimates over all requests."""
-        first, further, prior = own.first.odds(), own.further.odds(), PRIOR * self.weight
+    def _of_one(self, own: Own, all_D: Sequence[float], new: tuple[float, float]) -> list[float]:
+        """Return a request's estimates, [D].
+
+        Args:
+            all_D: the estimates over all requests.
+            new: the levels of new requests.
+        """
+        (first, further), prior = own.levels.odds(new), PRIOR * self.weight
         odds_D = [(further if i else first) * odds(p) for i, p in enumerate(all_D)]
         return [
-            (accepted + prior * x / (1 + x)) / (reached + prior)
+            (accepted + prior * probability(x)) / (reached + prior)
             for (reached, accepted), x in zip(own.counts, odds_D, strict=True)
         ]
 
@@ -180,6 +217,11 @@ def odds(p: float) -> float:
     """Return p / (1 - p), with p clamped to [CERTAIN, 1 - CERTAIN]."""
     p = min(max(p, CERTAIN), 1 - CERTAIN)
     return p / (1 - p)
+
+
+def probability(x: float) -> float:
+    """Return the probability with odds `x`."""
+    return x / (1 + x)
 
 
 def scaled(counts: Counts, factor: float) -> Counts:

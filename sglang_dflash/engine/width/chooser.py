@@ -58,7 +58,9 @@ class Chooser:
             rids: ids of the requests.
             requests: the requests; those that end before the outcome are left out of all counts. Empty: none ends.
         """
-        decision = self.policy.decide(rids)
+        before = self.in_flight[-1][2] if self.in_flight else self.before[0]
+        is_steady = before is not None and before == Kind(len(rids), before.width, self.n_interruptions)
+        decision = self.policy.decide(rids, is_steady=is_steady)
         self.in_flight.append((rids, decision, Kind(len(rids), decision.width, self.n_interruptions), requests))
         return decision.width
 

@@ -120,6 +120,18 @@ class StepCost:
                     self.errors_W[v].clear()
                     times_W[v] = max(ratio, 1 / FASTER) * launch_W[v]
 
+    def is_known(self, n_requests: int, width: int) -> bool:
+        """Return whether real steps have confirmed or replaced the time from start-up.
+
+        One real step confirms it if it takes no longer. A longer time may be a disturbance, so it needs a second step.
+        """
+        w = self.widths.index(width)
+        return all(
+            len(first := self.first_SW[i][w]) > 1
+            or (first and first[0] <= (1 + NEAR) * self.measured_SW[i][w] / self.launch_SW[i][w])
+            for i, _ in self._parts(n_requests, width)
+        )
+
     def n_real(self, n_requests: int, width: int) -> int:
         """Return the number of real steps of about `n_requests` with this width."""
         w = self.widths.index(width)

@@ -19,7 +19,8 @@ the present width is accepted whenever all drafts before it are. A change of wid
 threshold for it.
 
 Start-up may have measured a width too slow, and a width that is never chosen is never timed. So a width that would win
-if its time was shorter by a factor (`DOUBT`) gets a trial: a few steps in a row, until one of them is timed.
+if its time was shorter by a factor (`DOUBT`) gets a trial: steps in a row, until its time is known. No trial has a step
+directly after a prompt or after another number of requests, because such a step is not timed.
 
 The policy runs on the host in plain Python, with counts that arrive one or two steps late. numpy calls between two
 steps would be slow on a CPU whose caches a model has just filled. Ranks have equal counts and choose equal widths.
@@ -43,7 +44,7 @@ REST_DECAY = math.exp(-1 / 128)  # a step with drafts multiplies the weight of e
 REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
 SETTLE = 32  # number of steps between two calls of `StepCost.settle`
 EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
-TRIAL, TIMED = 6, 2  # largest number of steps of a trial, and number of timed ones after which it ends
+TRIAL = 6  # largest number of steps of a trial
 # The estimated time of a width may be too long by this factor, if it has few real steps, or if it has few recent ones.
 DOUBT, OLD_DOUBT = 2.0, 1.25
 AGAIN = 1024  # number of real steps after which a width without them may have another trial
@@ -68,8 +69,11 @@ class Policy(ABC):
     cost: StepCost | None = None  # None: the policy does not use costs
 
     @abstractmethod
-    def decide(self, rids: Sequence[str]) -> Decision:
-        """Return the decision for the next step of these requests."""
+    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
+        """Return the decision for the next step of these requests.
+
+        `is_steady`: the step before has as many requests, without a prompt in between. Equal on all ranks.
+        """
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         """Record the outcome of a decided step."""
@@ -82,7 +86,7 @@ class Fixed(Policy):
     def __init__(self, width: int, name: str = "") -> None:
         self.decision, self.name = Decision(width), name or f"always {width}"
 
-    def decide(self, rids: Sequence[str]) -> Decision:
+    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
         return self.decision
 
 
@@ -94,7 +98,7 @@ class Random(Policy):
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths, self.random = widths, random.Random(0)
 
-    def decide(self, rids: Sequence[str]) -> Decision:
+    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
         """Draw a width. All ranks draw equal widths, because their generators have equal seeds."""
         return Decision(self.random.choice(self.widths))
 
@@ -138,7 +142,7 @@ class Trials:
         # Steps until the next trial may begin. A trial without a timed step sets them to `wait`.
         self.n_pause, self.wait = 0, SETTLE
 
-    def next(self, n_requests: int, wanted: Decision | None) -> Decision | None:
+    def next(self, n_requests: int, wanted: Decision | None, *, is_steady: bool) -> Decision | None:
         """Return the decision of a step in a trial; None: the step is not part of a trial.
 
         A trial may end without a timed step, for example because of prompts in between. Then the next trial waits, each
@@ -146,11 +150,15 @@ class Trials:
 
         Args:
             wanted: decision for a new trial; None: no width needs one.
+            is_steady: the step before has as many requests, without a prompt in between.
         """
         self.n_pause = max(self.n_pause - 1, 0)
+        if not is_steady:
+            return None
         if self.running is not None:
             size, decision = self.running
-            was_timed = self.cost.n_real(size, decision.width) >= self.n_before + TIMED
+            width = decision.width
+            was_timed = self.cost.n_real(size, width) > self.n_before and self.cost.is_known(size, width)
             if size == n_requests and self.n_left and not was_timed:
                 self.n_left -= 1
                 return decision
@@ -193,7 +201,7 @@ class Adaptive(Policy):
         self.drafted = set[str]()  # requests that have had a step with drafts
         self.trials = Trials(cost)
 
-    def decide(self, rids: Sequence[str]) -> Decision:
+    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
         """Choose the best width, one token during a rest, or a look. The module docstring defines rests and looks."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY or self.cost.has_news:
@@ -211,7 +219,7 @@ class Adaptive(Policy):
         # has no rest before it.
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         must_look = self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)
-        trial = None if must_look else self.trials.next(len(rids), review.trial)
+        trial = None if must_look else self.trials.next(len(rids), review.trial, is_steady=is_steady)
         if trial is not None:
             decision = trial
         elif may_look or must_look:
@@ -289,7 +297,7 @@ class Adaptive(Policy):
             n_real, last = self.cost.n_real(n_requests, width), self.cost.last(n_requests, width)
             if n_real >= RECENT:
                 least_s = max(least_s, seconds[width])
-            if width == usual or (n_real >= TIMED and self.cost.n_observed - last < AGAIN):
+            if width == usual or (self.cost.is_known(n_requests, width) and self.cost.n_observed - last < AGAIN):
                 continue
             shorter = max(seconds[width] / (DOUBT if n_real < RECENT else OLD_DOUBT), least_s)
             rate = self._best(seconds | {width: shorter}, expected)[0]

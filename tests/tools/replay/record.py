@@ -32,7 +32,7 @@ N_REQUESTS, N_TOKENS = 12, 128  # per set, and of the longest answer
 RANDOM_WORDS = "random words"
 SETS = {
     "SmolLM2": ("chats", "summaries", "humaneval", "edits", RANDOM_WORDS),
-    "tiny": ("synthetic", "hard", "repeating"),
+    "tiny": ("synthetic", "hard", "repeating", "hopeless"),
 }
 
 

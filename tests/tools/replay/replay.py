@@ -2,11 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, cycle
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from sglang_dflash.engine.width.chooser import Chooser
 from sglang_dflash.engine.width.cost import StepCost
@@ -15,6 +15,7 @@ from tests.tools.replay.record import DIGITS, TRACES
 from tests.tools.replay.times import Machine
 
 N_STEPS, WARM_UP = 3000, 300  # steps of a replay; the first ones are not counted
+CHANGE, SHORT = 700, 48  # steps of each text if texts change, and tokens of an answer then
 
 Answer = tuple[int, ...]  # number of drafts that would be accepted at each token
 
@@ -29,6 +30,11 @@ class Traffic(NamedTuple):
     def block(self) -> int:
         """Return the largest useful width."""
         return 1 + max(max(answer) for name in set(self.mix) for answer in self.answers[name])
+
+    def short(self) -> Self:
+        """Return the same traffic with answers of `SHORT` tokens."""
+        cut = {name: [answer[:SHORT] for answer in answers] for name, answers in self.answers.items()}
+        return self._replace(answers=cut)
 
 
 class Result(NamedTuple):
@@ -58,8 +64,9 @@ class Request:
 class Load:
     """Steady load: as soon as a request ends, another one of its set follows."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self.numbers = count()
+    def __init__(self, traffic: Traffic, numbers: Iterator[int]) -> None:
+        """`numbers`: numbers of the requests."""
+        self.numbers = numbers
         self.coming = {name: cycle(traffic.answers[name]) for name in traffic.mix}
         self.requests = [self.next(name) for name in traffic.mix]
         for i, request in enumerate(self.requests):  # the first ones end one after another
@@ -91,17 +98,31 @@ def traces() -> dict[str, dict[str, list[Answer]]]:
     }
 
 
-def replay(traffic: Traffic, machine: Machine, widths: Widths, observe: Observe = lambda accepted, now: None) -> Result:
-    """Serve `traffic`, with `widths` chosen in each step."""
-    load, now, counted_s = Load(traffic), 0.0, 0.0
+def replay(
+    traffic: Traffic,
+    machine: Machine,
+    widths: Widths,
+    observe: Observe = lambda accepted, now: None,
+    *,
+    n_steps: int = N_STEPS,
+    warm_up: int = WARM_UP,
+    numbers: Iterator[int] | None = None,
+) -> Result:
+    """Serve `traffic`, with `widths` chosen in each step.
+
+    Args:
+        n_steps, warm_up: number of steps, and number of first steps that are not counted.
+        numbers: numbers of the requests; None: from 0 on.
+    """
+    load, now, counted_s = Load(traffic, numbers or count()), 0.0, 0.0
     used, tokens = Counter[int](), Counter[str]()
-    for i in range(N_STEPS):
+    for i in range(n_steps):
         chosen, names = widths(load.requests), [request.name for request in load.requests]
         seconds = machine.step((len(chosen), sum(chosen), sum(width > 1 for width in chosen))) / 1000
         accepted = load.step(chosen)
         now += seconds
         observe(accepted, now)
-        if i >= WARM_UP:
+        if i >= warm_up:
             counted_s += seconds
             used.update(chosen)
             for name, n in zip(names, accepted, strict=True):
@@ -112,17 +133,36 @@ def replay(traffic: Traffic, machine: Machine, widths: Widths, observe: Observe 
 
 def with_policy(traffic: Traffic, machine: Machine, policy: Policy) -> Result:
     """Replay a policy, whose outcomes arrive as late as on the machine."""
-    chooser, outcomes = Chooser(policy), list[tuple[Sequence[int], float]]()
+    return replay(traffic, machine, *chosen_by(policy, machine))
+
+
+def after(earlier: Traffic, traffic: Traffic, machine: Machine, policy: Policy) -> Result:
+    """Replay a policy over `earlier` first. Return the result of `traffic`, without a warm-up."""
+    chosen, numbers = chosen_by(policy, machine), count()
+    replay(earlier, machine, *chosen, n_steps=CHANGE, numbers=numbers)
+    return replay(traffic, machine, *chosen, n_steps=CHANGE, warm_up=0, numbers=numbers)
+
+
+def chosen_by(policy: Policy, machine: Machine) -> tuple[Widths, Observe]:
+    """Return the functions with which `replay` asks the policy, and reports the outcomes of steps.
+
+    The steps of new requests follow a prompt.
+    """
+    chooser, outcomes, seen = Chooser(policy), list[tuple[Sequence[int], float]](), set[str]()
 
     def widths(requests: Sequence[Request]) -> Sequence[int]:
-        return [chooser.decide([request.rid for request in requests])] * len(requests)
+        rids = [request.rid for request in requests]
+        if not seen.issuperset(rids):
+            chooser.interrupt()
+            seen.update(rids)
+        return [chooser.decide(rids)] * len(requests)
 
     def observe(accepted: Sequence[int], now: float) -> None:
         outcomes.append((accepted, now))
         if len(outcomes) > machine.is_late:
             chooser.observe(*outcomes.pop(0))
 
-    return replay(traffic, machine, widths, observe)
+    return widths, observe
 
 
 def adaptive(machine: Machine, n_requests: int, widths: Sequence[int]) -> Policy:

@@ -32,9 +32,11 @@ class Scripted(Policy):
     def __init__(self, widths: Sequence[int]) -> None:
         self.name, self.widths = "scripted", iter(widths)
         self.observed: list[tuple] = []
+        self.steady: list[bool] = []
         self.cost = Costs()
 
-    def decide(self, rids: Sequence[str]) -> Decision:
+    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
+        self.steady.append(is_steady)
         return Decision(next(self.widths), expected=2.0)
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
@@ -53,6 +55,19 @@ def test_late_outcomes_match_their_decisions():
     chooser.observe([1, 2], 3.5)
     assert policy.observed == [(["a"], 8, [7]), (["a", "b"], 4, [0, 3]), (["b", "c"], 4, [1, 2])]
     assert policy.cost.timed == [(2, 4, 1.5)]  # timed only if adjacent steps have the same batch size and width
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_step_is_steady_after_one_of_as_many_requests_without_a_prompt(is_late: bool) -> None:
+    policy = Scripted([4, 8, 4, 4, 4, 4])
+    chooser = Chooser(policy)
+    for i, rids in enumerate(("a", "b", "bc", "bc", "bc", "bc")):
+        if i == 4:
+            chooser.interrupt()
+        chooser.decide([*rids])
+        if not is_late or i:
+            chooser.observe([0] * len(chooser.in_flight[0][0]), float(i))
+    assert policy.steady == [False, True, False, True, False, True]
 
 
 def test_an_outcome_of_another_batch_is_refused():
@@ -273,5 +288,6 @@ def test_each_kind_makes_its_policy():
     assert timed == [], "steps are timed only if a policy compares widths"
     auto = make(WidthPolicy.AUTO, (1, 4))
     assert timed == [1, 2, 4, 6]
-    assert (auto.name, auto.decide(["a"])) == ("auto", Decision(4, expected=4.0, n_drafts=3.0)), "ties go to the widest"
+    first, n_drafts = auto.decide(["a"]), pytest.approx(0.98 + 0.98**2 + 0.98**3)  # a probability is at most 0.98
+    assert (auto.name, first) == ("auto", Decision(4, expected=pytest.approx(1 + 0.98 + 0.98**2 + 0.98**3), n_drafts=n_drafts))
     assert auto.cost.by_size() == {size: {"1": 1.0, "4": 4.0} for size in ("1", "2", "4", "6")}

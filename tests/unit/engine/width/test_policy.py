@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dflash.engine.width import acceptance as acceptance_module
-from sglang_dflash.engine.width.acceptance import ALL_DECAY, DECAY, WARM_UP, Acceptance, Counts, Own, odds
+from sglang_dflash.engine.width.acceptance import ALL_DECAY, DECAY, WARM_UP, Acceptance, Counts, Own, odds, probability
 from sglang_dflash.engine.width.chooser import Chooser
 from sglang_dflash.engine.width.cost import RECENT, StepCost
 from sglang_dflash.engine.width.policy import (
@@ -23,7 +23,6 @@ from sglang_dflash.engine.width.policy import (
     EXPLORE,
     REST,
     SETTLE,
-    TIMED,
     TRIAL,
     Adaptive,
     Decision,
@@ -129,8 +128,9 @@ def test_a_step_is_no_evidence_after_its_first_failure() -> None:
 def test_estimates_of_a_request_shrink_to_the_others() -> None:
     """A request's estimate has a prior: the estimate over all requests, with odds multiplied by the request's level.
 
-    The prior has a weight of 4 observations. The prior of a level, 1, has a weight of 2 drafts. The estimate over all
-    requests is also a new request's. Its own prior is its last value, with a weight of 4 observations:
+    The prior has a weight of 4 observations. The prior of a level is the level of new requests, with a weight of 2
+    drafts. That level has a prior of 1, with a weight of 8 drafts. The first of two new requests counts 0.7.
+    The estimate over all requests has its last value as a prior, with a weight of 4 observations:
     - 1 at first
     - (1 + 4 * 1) / (1 + 4) = 1 once the draft of "a" is accepted
     - (1 + 4 * 1) / (2 + 4) = 5/6 once the draft of "b" is rejected
@@ -138,12 +138,12 @@ def test_estimates_of_a_request_shrink_to_the_others() -> None:
     """
     acceptance = trained([(["a", "b"], 2, [1, 0])])
     estimate = {rid: acceptance.expected([rid])[2] - 1 for rid in ("a", "b", "new")}
-    usual = 13 / 18
+    usual, certain = 13 / 18, 0.98  # before the step all requests were estimated at 1, which counts as 0.98
+    at_new = (0.7 + 8 * certain) / (1.7 + 8)
+    assert estimate["new"] == pytest.approx(probability(odds(at_new) / odds(certain) * odds(usual)))
     for rid, accepted in (("a", 1), ("b", 0)):
-        level = odds((accepted + 2) / 3) / odds(1)  # before the step all requests were estimated at 1
-        there = level * odds(usual) / (1 + level * odds(usual))
-        assert estimate[rid] == pytest.approx((accepted + 4 * there) / 5)
-    assert estimate["new"] == pytest.approx(usual)
+        level = odds((accepted + 2 * at_new) / 3) / odds(certain)
+        assert estimate[rid] == pytest.approx((accepted + 4 * probability(level * odds(usual))) / 5)
     each = [acceptance.expected([rid]) for rid in ("a", "b")]
     np.testing.assert_allclose(acceptance.expected(["a", "b"]), np.mean(each, axis=0))
 
@@ -168,10 +168,36 @@ def test_one_step_distinguishes_a_good_request_from_bad_ones() -> None:
     assert acceptance.expected(["good"])[N] > 4
 
 
-def test_one_bad_request_hardly_lowers_the_estimate_of_the_next() -> None:
+def test_one_bad_request_does_not_determine_the_estimate_of_the_next() -> None:
     good = [([f"good-{i}"], N, [D]) for i in range(100)]
     before, after = trained(good), trained([*good, *[(["bad"], N, [0])] * 5])
-    assert after.expected(["new"])[N] > 0.9 * before.expected(["new"])[N]
+    assert after.expected(["new"])[N] > 0.8 * before.expected(["new"])[N]
+
+
+def test_a_new_request_is_estimated_by_first_blocks() -> None:
+    """One of ten requests accepts 40 whole blocks, the others have one block and accept nothing.
+
+    So most blocks are accepted, but few first blocks.
+    """
+    requests = [("good", i) if i % 10 == 0 else ("bad", i) for i in range(1, 101)]
+    acceptance = trained(
+        [([f"{kind}-{i}"], N, [D * (kind == "good")]) for kind, i in requests for _ in range(40 if kind == "good" else 1)]
+    )
+    assert acceptance.expected(["bad-99", "bad-98"])[N] < 1.5
+    for i in range(9):
+        acceptance.observe([f"last-{i}"], N, [0])
+    assert acceptance.expected(["new"])[N] < 3
+    assert 1 + sum(np.cumprod(acceptance._of_all())) > 4, "the mean over blocks"
+
+
+def test_new_requests_determine_their_estimate_soon() -> None:
+    """After 300 requests that accept everything, eight accept nothing."""
+    acceptance = trained([([f"good-{i}"], N, [D]) for i in range(300)])
+    acceptance.observe([f"bad-{i}" for i in range(8)], 1, [0] * 8)
+    for own in acceptance.of_request.values():
+        own.kept = None
+    acceptance.observe([f"bad-{i}" for i in range(8)], N, [0] * 8)
+    assert acceptance.expected(["new"])[2] < 1.75
 
 
 @pytest.mark.parametrize(
@@ -188,7 +214,7 @@ def test_one_bad_request_hardly_lowers_the_estimate_of_the_next() -> None:
 def test_levels_count_the_drafts_that_were_reached(width: int, n_accepted: int, first: tuple, further: tuple) -> None:
     """Each level counts drafts that were reached, and those of them that were accepted."""
     own = trained([(["a"], width, [n_accepted])]).of_request["a"]
-    assert [(level.n_reached, level.n_accepted) for level in (own.first, own.further)] == [first, further]
+    assert [(level.n_reached, level.n_accepted) for level in (own.levels.first, own.levels.further)] == [first, further]
 
 
 def test_warm_up_requests_are_not_learned_from() -> None:
@@ -414,18 +440,40 @@ def test_ranks_exchange_times_only_after_news() -> None:
 
 def test_a_timed_trial_makes_the_next_pause_short_again() -> None:
     n_timed = [0]
-    trials = Trials(SimpleNamespace(n_real=lambda n_requests, width: n_timed[0]))
+    trials = Trials(SimpleNamespace(n_real=lambda n_requests, width: n_timed[0], is_known=lambda *_: True))
 
     def pause(*, is_timed: bool) -> int:
         """Run a trial, and return the number of steps from its end to the beginning of the next one."""
-        while trials.next(1, Decision(4)) is None:
+        while trials.next(1, Decision(4), is_steady=True) is None:
             pass
-        n_timed[0] += TIMED * is_timed
-        while trials.next(1, None) is not None:
+        n_timed[0] += is_timed
+        while trials.next(1, None, is_steady=True) is not None:
             pass
         return trials.n_pause
 
     assert [pause(is_timed=timed) for timed in (False, False, True, False)] == [SETTLE, 2 * SETTLE, 0, SETTLE]
+
+
+def test_a_trial_has_no_step_after_a_prompt_or_another_batch_size() -> None:
+    trials = Trials(SimpleNamespace(n_real=lambda n_requests, width: 0, is_known=lambda *_: False))
+    wanted = Decision(4)
+    assert trials.next(1, wanted, is_steady=False) is None
+    steady = [True, False] * TRIAL
+    assert [trials.next(1, wanted, is_steady=is_steady) for is_steady in steady] == [wanted, None] * TRIAL
+    assert trials.next(1, wanted, is_steady=True) is None, "all steps of the trial were used"
+
+
+@pytest.mark.parametrize(
+    ("real", "is_known"),
+    [((), False), ((2.0,), True), ((2.1,), True), ((0.5,), True), ((2.5,), False), ((2.5, 2.5), True)],
+)
+def test_a_longer_time_than_at_launch_needs_a_second_step(real: Sequence[float], is_known: bool) -> None:
+    """The time of launch is 2 s."""
+    cost = step_cost((1.0, 2.0), (1, 4))
+    for seconds in real:
+        cost.observe(1, 4, seconds)
+    assert cost.is_known(1, 4) is is_known
+    assert cost.is_known(1, 1) is False
 
 
 def test_trials_that_are_never_timed_become_rare() -> None:

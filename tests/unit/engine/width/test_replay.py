@@ -1,8 +1,10 @@
 """Replays of recorded acceptance (SmolLM2 on a CPU): the policy against the best fixed width."""
 
+from itertools import count
+
 import pytest
 
-from tests.tools.replay.replay import Load, Traffic, adaptive, best_fixed, replay, traces, uniform, with_policy
+from tests.tools.replay.replay import Load, Traffic, adaptive, after, best_fixed, replay, traces, uniform, with_policy
 from tests.tools.replay.times import CPU, CPU_WIDTHS, H200, H200_WIDTHS, MACHINES
 
 ON_CPU, ON_H200 = MACHINES
@@ -19,8 +21,18 @@ def test_the_policy_is_as_good_as_the_best_fixed_width(name: str, n_requests: in
     assert policy.rate >= (0.98 if width == 1 else 0.96) * best.rate
 
 
+@pytest.mark.parametrize("earlier", ["edits", "humaneval", "random words"])
+@pytest.mark.parametrize("name", ["chats", "summaries"])
+def test_hard_text_after_easy_text_is_hardly_slower(name: str, earlier: str) -> None:
+    """Eight requests at a time, answers of 48 tokens. Before, the other text was served for half a minute."""
+    traffic, other = (Traffic(SMOLLM2, [one] * 8).short() for one in (name, earlier))
+    width, best = best_fixed(traffic, ON_CPU, CPU_WIDTHS)
+    assert width == 1
+    assert after(other, traffic, ON_CPU, adaptive(ON_CPU, 8, CPU_WIDTHS)).rate >= 0.97 * best.rate
+
+
 def test_steady_load_replaces_ended_requests() -> None:
-    load = Load(Traffic({"a": [(2, 1, 0), (0,)]}, ["a", "a"]))
+    load = Load(Traffic({"a": [(2, 1, 0), (0,)]}, ["a", "a"]), count())
     first, second = load.requests
     assert (first.n_tokens, second.n_tokens) == (0, 0), "each begins at its share of its own answer"
     assert load.step([3, 3]) == [2, 0]
