@@ -81,6 +81,11 @@ class StepCost:
     def _parts(self, n_requests: int, width: int) -> list[tuple[int, float]]:
         return self.parts_WN[self.widths.index(width)][min(n_requests, self.sizes[-1])]
 
+    def _nearest(self, n_requests: int, width: int) -> tuple[int, int]:
+        """Return the indices of the nearest measured size, or of the larger one of two, and of `width`."""
+        i, _ = max(reversed(self._parts(n_requests, width)), key=lambda part: part[1])
+        return i, self.widths.index(width)
+
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """Correct the estimates with the time of a real step, `seconds`."""
         w, parts = self.widths.index(width), self._parts(n_requests, width)
@@ -125,22 +130,19 @@ class StepCost:
 
         One real step confirms it if it takes no longer. A longer time may be a disturbance, so it needs a second step.
         """
-        w = self.widths.index(width)
-        return all(
-            len(first := self.first_SW[i][w]) > 1
-            or (first and first[0] <= (1 + NEAR) * self.measured_SW[i][w] / self.launch_SW[i][w])
-            for i, _ in self._parts(n_requests, width)
-        )
+        i, w = self._nearest(n_requests, width)
+        first, known = self.first_SW[i][w], self.measured_SW[i][w] / self.launch_SW[i][w]
+        return len(first) > 1 or (len(first) == 1 and first[0] <= (1 + NEAR) * known)
 
     def n_real(self, n_requests: int, width: int) -> int:
-        """Return the number of real steps of about `n_requests` with this width."""
-        w = self.widths.index(width)
-        return min(self.n_SW[i][w] for i, _ in self._parts(n_requests, width))
+        """Return the number of real steps at the measured size nearest to `n_requests`."""
+        i, w = self._nearest(n_requests, width)
+        return self.n_SW[i][w]
 
     def last(self, n_requests: int, width: int) -> int:
-        """Return the number of the last real step of about `n_requests` with this width, counted from 1; 0: none."""
-        w = self.widths.index(width)
-        return min(self.last_SW[i][w] for i, _ in self._parts(n_requests, width))
+        """Return the number of the last real step at the nearest measured size, counted from 1; 0: none."""
+        i, w = self._nearest(n_requests, width)
+        return self.last_SW[i][w]
 
     def by_size(self) -> dict[str, dict[str, float]]:
         """Return the seconds of a step by number of requests and then by width, both as strings for JSON."""

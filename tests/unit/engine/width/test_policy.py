@@ -171,7 +171,7 @@ def test_one_step_distinguishes_a_good_request_from_bad_ones() -> None:
 def test_one_bad_request_does_not_determine_the_estimate_of_the_next() -> None:
     good = [([f"good-{i}"], N, [D]) for i in range(100)]
     before, after = trained(good), trained([*good, *[(["bad"], N, [0])] * 5])
-    assert after.expected(["new"])[N] > 0.8 * before.expected(["new"])[N]
+    assert after.expected(["new"])[N] > 0.75 * before.expected(["new"])[N]
 
 
 def test_a_new_request_is_estimated_by_first_blocks() -> None:
@@ -179,14 +179,10 @@ def test_a_new_request_is_estimated_by_first_blocks() -> None:
 
     So most blocks are accepted, but few first blocks.
     """
-    requests = [("good", i) if i % 10 == 0 else ("bad", i) for i in range(1, 101)]
-    acceptance = trained(
-        [([f"{kind}-{i}"], N, [D * (kind == "good")]) for kind, i in requests for _ in range(40 if kind == "good" else 1)]
-    )
-    assert acceptance.expected(["bad-99", "bad-98"])[N] < 1.5
-    for i in range(9):
-        acceptance.observe([f"last-{i}"], N, [0])
-    assert acceptance.expected(["new"])[N] < 3
+    good = [[([f"good-{i}"], N, [D])] * 40 for i in range(10)]
+    bad = [[([f"bad-{i}-{j}"], N, [0]) for j in range(9)] for i in range(10)]
+    acceptance = trained([step for both in zip(good, bad, strict=True) for steps in both for step in steps])
+    assert acceptance.expected(["new"])[N] < 2
     assert 1 + sum(np.cumprod(acceptance._of_all())) > 4, "the mean over blocks"
 
 

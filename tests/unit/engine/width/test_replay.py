@@ -21,14 +21,21 @@ def test_the_policy_is_as_good_as_the_best_fixed_width(name: str, n_requests: in
     assert policy.rate >= (0.98 if width == 1 else 0.96) * best.rate
 
 
-@pytest.mark.parametrize("earlier", ["edits", "humaneval", "random words"])
-@pytest.mark.parametrize("name", ["chats", "summaries"])
-def test_hard_text_after_easy_text_is_hardly_slower(name: str, earlier: str) -> None:
-    """Eight requests at a time, answers of 48 tokens. Before, the other text was served for half a minute."""
-    traffic, other = (Traffic(SMOLLM2, [one] * 8).short() for one in (name, earlier))
+@pytest.mark.parametrize(
+    ("pair", "name", "earlier", "least"),
+    [
+        ("SmolLM2", "chats", "edits", 0.96),
+        ("SmolLM2", "summaries", "edits", 0.975),
+        ("tiny", "hopeless", "synthetic", 0.93),
+        ("tiny", "hopeless", "repeating", 0.93),
+    ],
+)
+def test_hard_text_after_easy_text_is_hardly_slower(pair: str, name: str, earlier: str, least: float) -> None:
+    """Eight requests at a time, answers of 48 tokens. Before, the other text was served for half a minute or more."""
+    traffic, other = (Traffic(traces()[pair], [one] * 8).short() for one in (name, earlier))
     width, best = best_fixed(traffic, ON_CPU, CPU_WIDTHS)
     assert width == 1
-    assert after(other, traffic, ON_CPU, adaptive(ON_CPU, 8, CPU_WIDTHS)).rate >= 0.97 * best.rate
+    assert after(other, traffic, ON_CPU, adaptive(ON_CPU, 8, CPU_WIDTHS)).rate >= least * best.rate
 
 
 def test_steady_load_replaces_ended_requests() -> None:
