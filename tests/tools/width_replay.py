@@ -2,10 +2,10 @@
 
     python -m tests.tools.width_replay
 
-First table: tokens per second of the policy, relative to the best fixed width. Second table: the same with short answers
-directly after each other set of the pair, mean and worst. Third table: tokens per second with finer widths, and with a
-width for each request, relative to the default widths. In the third table each answer's mean acceptance is known
-before, and the last columns show the set that loses most.
+First table: tokens per second of the policy, relative to the best fixed width. Second table: the same for short answers
+after each other set of the pair, mean and worst. Third table: tokens per second with finer widths, and with a width for
+each request, relative to the default widths. In the third table each answer's mean acceptance is known before, and the
+last columns show the set that loses most.
 """
 
 from collections.abc import Iterator, Sequence
