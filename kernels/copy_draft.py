@@ -116,15 +116,19 @@ CLASS_OF = np.array([0, *map(length_class, range(1, LONGEST + 1))])  # class of 
 
 
 def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts, scratch_S: torch.Tensor | None = None) -> Copied:
-    """Compute `copy_draft` one request at a time, but all its places at once. If N = 1, take all requests at once."""
+    """Compute `copy_draft` one request at a time, but all its places at once.
+
+    If N = 1, nothing is searched. In this case the result has the tensor `tokens_BN`.
+    """
     B, N = tokens_BN.shape
+    if N == 1:
+        append_anchors(tokens_BN, texts)
+        none_BD = tokens_BN.new_empty(B, 0, dtype=torch.int32)
+        return Copied(tokens_BN, tokens_BN.new_zeros(B, dtype=torch.int32), none_BD, none_BD)
     int32_2BD, place_B = np.zeros((2, B, N - 1), np.int32), np.full(B, N - 1, np.int32)
     (source_BD, length_BD), drafted_BN = int32_2BD, tokens_BN.numpy().copy()
     prefix_len_B, rows_B, text_QM, counts_QK2 = (tensor.numpy() for tensor in texts)
-    if N == 1:
-        inside_B = prefix_len_B < text_QM.shape[1]
-        text_QM[rows_B[inside_B], prefix_len_B[inside_B]] = drafted_BN[inside_B, 0]
-    for b in range(B if N > 1 else 0):
+    for b in range(B):
         row, n, block_N = rows_B[b], int(prefix_len_B[b]), drafted_BN[b]
         text_L = np.concatenate([text_QM[row, :n], block_N])
         best_D = longest_matches(text_L, n)
@@ -139,6 +143,16 @@ def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts, scratch_S: torch.Ten
         inside = min(N, text_QM.shape[1] - n)
         text_QM[row, n : n + inside] = block_N[:inside]
     return Copied(*(torch.from_numpy(array) for array in (drafted_BN, place_B, source_BD, length_BD)))
+
+
+def append_anchors(anchor_B1: torch.Tensor, texts: Texts) -> None:
+    """Write each request's anchor after its text; `anchor_B1`: int64 [B, 1]."""
+    prefix_len_B, rows_B, text_QM, _ = (tensor.numpy() for tensor in texts)
+    anchor_B = anchor_B1.numpy()[:, 0]
+    if prefix_len_B.max(initial=0) >= text_QM.shape[1]:
+        inside_B = prefix_len_B < text_QM.shape[1]
+        anchor_B, rows_B, prefix_len_B = anchor_B[inside_B], rows_B[inside_B], prefix_len_B[inside_B]
+    text_QM[rows_B, prefix_len_B] = anchor_B
 
 
 def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
