@@ -197,7 +197,7 @@ FLAGS = (
         "0",
         _OFF_ON,
         "SGLang's own variable, without effect on this plugin. `1`: its built-in worker reserves KV slots on a second "
-        "CUDA stream.",
+        "CUDA stream, and SGLang refuses a launch with `--enable-lora`: then unset the variable.",
         may_differ=True,
     ),
     Flag(

@@ -8,7 +8,7 @@ exp(-(slot - 1) / gamma), because a wrong draft also rejects all later drafts.
 A DFlash 2 draft has a second loss: the cross entropy of the selector's choice among a slot's candidates, given the
 previous slot's label. A label that is not a candidate replaces the worst candidate, so that every slot contributes.
 A Domino draft also has a second loss: the cross entropy of the logits with their corrections, given all labels before.
-With a reduced vocabulary slots whose label is not listed have no loss.
+If the draft has a reduced vocabulary, slots have no loss when their label is outside that vocabulary.
 
 Shapes: R rows of L tokens, A anchors per row, N slots per block, D = N - 1 drafts, K candidates.
 """
@@ -145,7 +145,10 @@ class Head(NamedTuple):
     tokens_V: torch.Tensor | None  # int64, sorted, token ids of the head's rows; None: the whole vocabulary
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., V] for `hidden` [..., H]. A whole head gives those of `model.generate.draft_logits`."""
+        """Return logits [..., V] for `hidden` [..., H].
+
+        With the whole vocabulary they equal the logits of `reference.torch.generate.draft_logits`.
+        """
         return F.linear(hidden.to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:

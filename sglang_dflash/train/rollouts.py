@@ -1,13 +1,14 @@
 """Rollouts: answers of a server with the features of their tokens, so that the trainer need not run the target.
 
 A line of the file is an answer of SGLang's `/generate` to a request with `return_hidden_states` and
-`return_prompt_token_ids`, as it is:
+`return_prompt_token_ids`, unchanged:
     {"prompt_token_ids": [...], "output_ids": [...], "meta_info": {"hidden_states": [...], ...}, ...}
 The server returns features with SGLANG_DFLASH_HIDDEN_STATES=features.
 
-Entry i of `hidden_states` ends with the row of the token before output token i, because this row gives its logits. The
-entry is this row, or a list of rows if a prefill drew the token: rows of all tokens that the prefill read. The first
-prefill reads the prompt. After a retraction a prefill reads the prompt and the answer so far.
+Entry i of `hidden_states` belongs to output token i. If a decode step gave this token, the entry is one row: that of
+the token before. If a prefill gave it, the entry is a list with a row for each token that the prefill read. In both
+cases the last row is that of the token before output token i. The first prefill reads the prompt. After a retraction a
+prefill reads the prompt and the answer so far.
 """
 
 from collections.abc import Sequence

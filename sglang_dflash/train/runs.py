@@ -132,7 +132,7 @@ def plot_log(args: argparse.Namespace) -> None:
     by_slot = {name: Curve(range(1, len(shares) + 1), shares) for name, shares in at_slot.items()}
     panels = [
         Panel("Loss", "step", "loss", curves("loss", "held_out_loss")),
-        Panel("Acceptance length, held-out prompts", "step", "tokens per step", curves("tokens_per_step")),
+        Panel("Acceptance length, held-out prompts", "step", "acceptance length", curves("tokens_per_step")),
         Panel("Acceptance by slot, held-out prompts", "slot", "share of steps", by_slot),
     ]
     plot.draw([[panel for panel in panels if panel.curves]], args.plot, f"{args.out.name}, a draft for {args.target}")
@@ -266,7 +266,7 @@ def run_tiny(args: argparse.Namespace) -> None:
     else:
         make_pair(args.out, args.kind, seed=args.seed, target_recipe=target_recipe, draft_recipe=draft_recipe)
     for row in measure(*load_pair(args.out, second=args.dflash2), make_tokenizer()):
-        print(f"{row.task:16} {row.mean_committed:6.2f} tokens per step over {row.n_steps} steps")
+        print(f"{row.task:16} {row.mean_committed:6.2f} acceptance length over {row.n_steps} steps")
 
 
 RUNS = {

@@ -40,9 +40,9 @@ def feature_layers(asked: tuple[int, ...] | None, n_layers: int, n_target: int) 
 
 
 def intermediate_size(fields: Mapping[str, Any]) -> int:
-    """Return the intermediate size of a draft: the target's, or 3 hidden sizes if all its layers have experts.
+    """Return the draft's intermediate size: the target's, or 3 times the hidden size if all target layers have experts.
 
-    z-lab's drafts of Qwen3.5's mixture-of-experts targets have 3 hidden sizes too.
+    z-lab's drafts of Qwen3.5's mixture-of-experts targets also use 3 times the hidden size.
     """
     return fields.get("intermediate_size") or 3 * fields["hidden_size"]
 

@@ -90,7 +90,7 @@ def test_an_empty_environment_serves(wheel: Path, tmp_path: Path) -> None:
     lines = run(command, "check", *(flags + dflash).split(), cwd=tmp_path).splitlines()
     assert [line.split()[0] for line in lines] == [*["ok"] * 7, "note"], "the note: the pairing was not tested"
     shown = run(command, "demo", "--once", "--port", "29900", cwd=tmp_path, timeout_s=600)
-    assert "committed per step" in shown
+    assert "acceptance length" in shown
     assert "the same questions with and without speculation" in shown
 
 

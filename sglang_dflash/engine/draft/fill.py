@@ -51,8 +51,8 @@ def filled(
             block.
     """
     (B, N), H = blocks.tokens_BN.shape, hidden_TH.shape[-1]
-    # Packed, so that the head is read once for all requests.
     layout, pick, by_row = filling
+    # The slots of all requests form one batch of rows, so that the head is read only once.
     slots_TH = layout.predicting(hidden_TH.view(B, N, H), None if by_row else n_filled).flatten(0, 1)
     begin_B = blocks.rows_B if by_row else blocks.tokens_BN[:, 0]
     drafts_BD = likeliest(slots_TH, ends).view(B, -1) if pick is None else pick(slots_TH, begin_B, ends)

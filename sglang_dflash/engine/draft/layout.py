@@ -33,7 +33,10 @@ class Layout(NamedTuple):
         return n_slots + 1 - self.n_anchors
 
     def predicting(self, slots_BNH: torch.Tensor, n_tokens: int | None) -> torch.Tensor:
-        """Return the slots that predict the drafts of a block of `n_tokens` verified tokens; None: all, [B, D, H]."""
+        """Return the hidden states of the slots that predict the drafts, [B, D, H].
+
+        `n_tokens`: number of verified tokens of a block; only their drafts are included. None: all drafts.
+        """
         most = slots_BNH.shape[1] - self.n_anchors
         n_drafts = most if n_tokens is None else min(n_tokens - 1, most)
         return slots_BNH[:, self.first : self.first + n_drafts]

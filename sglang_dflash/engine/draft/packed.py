@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 KEYS = ("quantization_config", "compression_config")
 INT, FP4, FP8, INT8 = "I32", "U8", "F8_E4M3", "I8"  # dtypes of stored numbers, named as in safetensors files
 STORED_BITS = {INT: 32, FP4: 8, FP8: 8, INT8: 8}  # bits of one stored number, which may hold several weights
-# Other dtypes of torch are those of plain weights or of scales.
+# Dtypes of stored numbers. Torch dtypes that are not listed belong to plain weights or to scales.
 DTYPES = {"torch.int32": INT, "torch.uint8": FP4, "torch.float8_e4m3fn": FP8, "torch.int8": INT8}
 # compressed-tensors' formats: dtype of the stored numbers, bits of a weight, names of a weight's tensors.
 NUMBERS = ("weight", "weight_scale")

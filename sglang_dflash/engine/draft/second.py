@@ -50,7 +50,7 @@ def convolved(
 
 
 class SGLangCandidateSelector(nn.Module):
-    """Selector of one draft per slot among the slot's candidates.
+    """Selector that chooses each slot's draft among the slot's candidates.
 
     Every rank has all rows of the codebooks, because each rank computes the drafts of all its requests.
     """

@@ -133,7 +133,7 @@ def is_quantized(head: nn.Module) -> bool:
 
 
 def uses_method(head: nn.Module) -> bool:
-    """Return whether the logits of a head are computed by its quant_method, by SGLang's own criterion."""
+    """Return whether SGLang computes a head's logits with the head's quant_method."""
     return not has_weight(head) or should_apply_lm_head_quant_method(head, head.quant_method)
 
 

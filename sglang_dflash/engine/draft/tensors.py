@@ -115,8 +115,8 @@ def converted(checkpoint: Checkpoint, name: str, tensor: Any) -> Any:
     """Return a tensor in z-lab's form: a norm's whole weight, and the dimensions of heads in the order of neox pairs.
 
     Queries and keys are reordered alike, so attention scores do not change. If only the first dimensions of a head are
-    rotated, their halves move to the beginnings of the head's halves, see `rotary.PartRotary`. A factor of the values
-    becomes a factor of the output projection, which costs nothing in a step.
+    rotated, they are split in two. Each part moves to the beginning of one half of the head, see `rotary.PartRotary`.
+    The output projection is multiplied by the scale of the values, so a step need not apply it.
     """
     if name.startswith(lilicorr_fields.HEAD):
         return tensor
@@ -172,7 +172,8 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
 
     Args:
         checkpoint: fields of the config.
-        found: shape of each tensor in the files by name, see `packed.plain_shapes`, without unused ones.
+        found: shapes of the tensors in the files by name (see `packed.plain_shapes`), without the tensors that the
+            draft does not use.
     Raises:
         ValueError: a tensor is missing or has another shape.
         NotSupported: there is a tensor that DFlash does not have.

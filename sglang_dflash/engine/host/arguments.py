@@ -88,7 +88,7 @@ class Arguments:
     model_impl: str = "auto"
     heads_first: bool = False  # SGLANG_USE_HND_KVCACHE: a page of the KV cache holds the tokens of each head together
     memory_saver: bool = False  # `--enable-memory-saver`
-    backs_up_draft: bool = False  # a release of the weights keeps a copy of the draft's on the host
+    backs_up_draft: bool = False  # when weights are released, the host keeps a copy of the draft's weights
     max_requests: int | None = None  # `--max-running-requests`
     returns_hidden_states: bool = False  # `--enable-return-hidden-states` or `--return-hidden-states-mode`
     deepep_rows: int | None = None  # token rows of a rank that DeepEP's low-latency buffers hold; None: not used

@@ -1,8 +1,8 @@
 """Limits of a request that a scheduler can serve. `admission.py` and `intake.py` check them.
 
-SGLang 0.5.23 accepts some requests that make the scheduler exit. Then the answers of all clients are lost. SGLang uses
-token ids and the number of top log-probabilities without a check. Some parameters overflow the dtypes of their tensors.
-Other requests turn the logits into NaN, so their answers are meaningless.
+SGLang 0.5.23 accepts some requests that make the scheduler exit. Then the answers of all clients are lost. There are
+two causes: SGLang uses token ids and the number of top log-probabilities without a check, and some parameters overflow
+the dtypes of their tensors. Other requests turn the logits into NaN, so their answers are meaningless.
 """
 
 from __future__ import annotations

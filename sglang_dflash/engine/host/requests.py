@@ -73,7 +73,7 @@ def uncount_thoughts(req: Req, n_kept: int) -> None:
         n_thoughts = min(req.reasoning_tokens, n_kept)
     else:
         n_thoughts = max(req.reasoning_tokens - (len(req.output_ids) - n_kept), 0)
-    # If the kept tokens are fewer than those of the tag that starts the reasoning, there is no reasoning.
+    # If the answer is cut inside the tag that starts the reasoning, no token counts as reasoning.
     req.reasoning_tokens = n_thoughts if n_kept >= req._think_start_match_len else 0
 
 

@@ -54,7 +54,7 @@ def root() -> Path:
 
 
 def version() -> str:
-    """Return SGLang's version, from its source if possible: metadata may be those of another, installed SGLang."""
+    """Return SGLang's version, from its source if possible. Metadata may belong to another SGLang that is installed."""
     path = root() / "sglang" / "_version.py"
     found = re.search(r"^__version__ = .*'(.+)'", path.read_text(), re.MULTILINE) if path.is_file() else None
     return found[1] if found else metadata.version("sglang")

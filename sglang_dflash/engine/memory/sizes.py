@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sglang_dflash_kernels.record import record_width
 
 MAX_REQUESTS = 48  # SGLang's default of --max-running-requests with DFLASH
-FP32 = 4  # bytes per value of a record (for any dtype of the states), and per scale of an fp8 head
+FP32 = 4  # bytes of one value of a record, for any dtype of the states, and of one scale of an fp8 head
 INT32 = 4  # bytes per token of a history
 
 
@@ -41,7 +41,7 @@ def ring_slots(window: int, widest: int, page_size: int) -> int:
 def text_bytes(n_requests: int, context: int) -> int:
     """Return the bytes of token histories: a row of `context` tokens for each request, and a row for padding.
 
-    SGLang adds two widest verifies and a page to each row of its request table, which is not counted.
+    A row of SGLang's request table is longer by up to twice the widest verify width, plus a page. This is not counted.
     """
     return (n_requests + 1) * context * INT32
 

@@ -87,7 +87,7 @@ class Exports:
                 series.inc(n)
 
     def write(self, tally: Tally, cut: Tally) -> None:
-        """Add the counts of `tally`, and of `cut`: blocks in `tally` that had less context than the draft window."""
+        """Add the counts of both tallies. `cut` has those blocks of `tally` with less context than the draft window."""
         verified, accepted = Count[int](), Count[int]()  # number of drafts by position
         for (width, n_accepted), n in tally.n_blocks.items():
             for _ in range(n):

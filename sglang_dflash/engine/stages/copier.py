@@ -47,7 +47,7 @@ class Copier(Protocol):
         """
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count the gain of each n-gram match, copied or not, if the guesses before it equal the committed tokens.
+        """Count the gain of each n-gram match, copied or not, if all guesses before its place were right.
 
         The gain is the number of accepted drafts with the copy, minus the number with the draft model's guesses alone.
         """

@@ -214,9 +214,9 @@ def reserve_bytes(
     """Return the bytes that steps and prompts need in addition to the memory in use.
 
     The bytes cover sampling, measured by `Choice.dry_run`, and a prompt's features, which exist twice while the outputs
-    of the target's layers are concatenated. The features of `n_waiting` earlier prompts wait for their copy to the
-    host. A server without widths (prefill-only) samples one slot per request. The bytes of sampling are also stored in
-    `target.sampling_prewarm_result`.
+    of the target's layers are concatenated. They also cover the features of `n_waiting` earlier prompts, which are
+    still being copied to the host. A server without widths (prefill-only) samples one slot per request. The bytes of
+    sampling are also stored in `target.sampling_prewarm_result`.
 
     Raises:
         RuntimeError: sampling does not fit into the free memory.

@@ -31,7 +31,7 @@ BUFFERS = (
     "_verify_mask",
     "_multi_ctas_kv_counter_buffer",  # trtllm_mha: counters that are zero before and after each launch
 )
-# Dictionaries with page tables in fa3, fa4 and trtllm_mha, and the entries that have the same content at all widths.
+# Attributes of fa3, fa4 and trtllm_mha: dictionaries with page tables. TABLES: entries that are equal at all widths.
 METADATA = ("decode_cuda_graph_metadata", "target_verify_metadata", "draft_extend_metadata")
 TABLES = ("page_table", "swa_page_table", "page_table_draft_decode", "swa_page_table_draft_decode", "strided_indices")
 

@@ -1,8 +1,8 @@
 """Simulated acceptance, for speed measurements without trained weights (`SGLANG_SIMULATE_ACC_LEN`).
 
 The stage takes the place of `accept`. All other stages compute what they compute without simulation, so a step does the
-same work. SGLang's own DFLASH worker has the same variables. It rounds at random, while this stage carries the rest
-over to the next step.
+same work. SGLang's own DFLASH worker reads the same variables. With `match-expected` it rounds a fractional length up
+or down at random. This stage rounds down, and carries the fraction over to the next step.
 """
 
 from __future__ import annotations

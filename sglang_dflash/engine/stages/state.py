@@ -97,8 +97,8 @@ class FoldState:
     SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs. The
     windows of the causal convolution (its last inputs) are small, so SGLang's own code stores and copies them.
 
-    On a GPU a commit has two launches for any number of layers: the fold with the copies to track slots, and SGLang's
-    copy of the windows. If the windows are not bf16, this copy has several launches.
+    On a GPU a commit has two launches for any number of layers. The first folds the records, and copies tracked states
+    into track slots. The second is SGLang's copy of the windows. If they are not bf16, this copy has several launches.
     """
 
     def __init__(self, worker: TpModelWorker) -> None:

@@ -11,7 +11,8 @@ PRIOR = 4.0  # weight of the prior, in observations
 LEVEL_DECAY = math.exp(-1 / 8)  # per block, factor on the weight of old evidence about a request's level
 # Weight of a level's prior, in drafts: for the level of a block's first draft, and for that of the others.
 FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0
-# The same for the level of new requests, whose prior is 1. Evidence of an earlier request is multiplied by NEW_DECAY.
+# Weights of the prior of the level of new requests. The prior itself is 1. Each further new request multiplies the
+# weight of earlier evidence by NEW_DECAY.
 NEW_FIRST_PRIOR, NEW_FURTHER_PRIOR, NEW_DECAY = 8.0, 16.0, 0.7
 CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
 WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) stay out of the counts of all requests
@@ -101,9 +102,9 @@ class Acceptance:
     - Over all requests: the counts of all requests. The prior is the last estimate at the position. If the position was
       never reached, the prior is the estimate at the position before.
 
-    Requests with good drafts have more blocks with drafts, so the estimate over all requests is too high for a new
-    one. So a request's level has a prior, too: the level of new requests. It is observed in the first block with drafts
-    of each request.
+    Requests with good drafts have more blocks with drafts. So the estimate over all requests is too high for a new
+    request. Therefore a request's level has a prior, the level of new requests. The first block with drafts of each
+    request is the evidence for this prior.
 
     Older steps weigh less. A request's counts fade by `DECAY`. The counts of all requests fade by the slower
     `ALL_DECAY`. Otherwise the last request would determine the estimate for a new one.

@@ -90,7 +90,7 @@ class Chooser:
             self.recent = Tally()
 
     def _is_steady(self, kind: Kind, before: Kind | None, n_in_flight: int) -> bool:
-        """Return whether the interval between two outcomes is the time of a step of this kind."""
+        """Return whether the interval between two outcomes is the time of a step of kind `kind`."""
         if before is None or n_in_flight != len(self.in_flight):
             return False
         if not n_in_flight:

@@ -316,5 +316,5 @@ class Adaptive(Policy):
 
 
 def n_parts_of(n_requests: int) -> int:
-    """Return the number of parts of a batch. Each step counts the outcomes of one part only."""
+    """Return the number of parts into which a batch is split. A step counts the outcomes of one part only."""
     return -(-n_requests // PART)

@@ -25,7 +25,7 @@ def layers(model: torch.nn.Module) -> None:
             _EXPERTS: experts(),
             # K/V of latent attention: SGLang's own torch form, which selects rows by a mask.
             f"{set_mla_kv_buffer_naive.__module__}.set_mla_kv_buffer_naive": graph.launch(set_mla_kv_buffer_naive),
-            # MiniMax-M2's norms of q and k: Triton kernels after an assertion that CUDA exists.
+            # MiniMax-M2's norms of q and k: SGLang asserts that tensors are on a GPU before it launches Triton kernels.
             f"{_MINIMAX}.rms_sumsq_serial": graph.launch(norm.rms_sumsq_serial),
             f"{_MINIMAX}.rms_apply_serial": graph.launch(norm.rms_apply_serial),
             # Gemma: Triton's interpreter lacks libdevice's tanh.

@@ -1,6 +1,6 @@
 """Memory saver of the emulated GPU: regions whose memory is given back, and the rule that weights lie in regions.
 
-`release` overwrites all memory that was allocated in a tag's regions. `resume` restores what the region keeps a copy
+`pause` overwrites all memory that was allocated in a tag's regions. `resume` restores what the region keeps a copy
 of. Other memory stays overwritten, because on a GPU it has undefined values. Every byte is 255, which is NaN in all
 floating-point formats, and -1 in integers.
 

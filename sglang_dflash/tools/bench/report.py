@@ -180,7 +180,7 @@ def table(report: BenchReport) -> Table:
     with_latencies = any(line.ttft_ms["p50"] is not None for line in lines)
     latencies = ["TTFT ms\np50 / p99", "TPOT ms\np50 / p99"] if with_latencies else []
     requests = ["whole\nrequests"] if about.get("steady_s") else []
-    names = ("task", "c", "arm", "tok/s", *requests, *(f"x {name}" for name in over), "committed\nper step", *latencies)
+    names = ("task", "c", "arm", "tok/s", *requests, *(f"x {name}" for name in over), "acceptance\nlength", *latencies)
     for name in (*names, *(["equal"] if with_equal else []), *([WIDTHS] if with_widths else [])):
         table.add_column(name, justify="left" if name in ("arm", "task", WIDTHS) else "right", no_wrap=True)
     for task in dict.fromkeys(line.task for line in lines):
@@ -241,7 +241,7 @@ def markdown(arms: Sequence[str], lines: Sequence[Line]) -> str:
     parts = [f"Tokens/sec (speedup over {arms[0]}, medians)", _markdown(speeds, n_left=1)]
     if len(committed) > 1:
         several = len({line.concurrency for line in lines}) > 1
-        parts += ["Committed tokens per step" + several * " (mean over concurrencies)", _markdown(committed, n_left=1)]
+        parts += ["Acceptance length" + several * " (mean over concurrencies)", _markdown(committed, n_left=1)]
     return "\n\n".join(parts)
 
 

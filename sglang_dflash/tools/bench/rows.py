@@ -29,7 +29,7 @@ class Row:
     n_tokens: int
     tokens_per_s: float
     committed_per_step: float | None
-    other_cores: float | None  # cores used by other processes
+    other_cores: float | None  # cores used by processes other than engine and client
     ttft_ms: list[float]  # one per streamed answer with text
     tpot_ms: list[float]
     n_answers: int

@@ -111,7 +111,7 @@ def radix_states(options: argparse.Namespace) -> RadixStates:
     if strategy == AUTO:
         # SGLang resolves the strategy before an attention backend changes the page size.
         strategy = "extra_buffer" if overlap or (options.page_size or 1) > 1 else "no_buffer"
-    # Without the overlap schedule a request needs one slot less, as many as with the lazy strategy.
+    # Without the overlap schedule `extra_buffer` needs four state slots per request, as many as the lazy strategy.
     return RadixStates.EXTRA_BUFFER_LAZY if strategy == "extra_buffer" and not overlap else STRATEGIES[strategy]
 
 

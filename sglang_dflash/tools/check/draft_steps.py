@@ -132,10 +132,11 @@ def first_drafts_accepted(
 
 
 def verdict(shares: dict[int, float], steps: str) -> str:
-    """Return a sentence if the target accepts the draft with unchanged slots.
+    """Return a sentence with the share of accepted first drafts, if the target accepts them with unchanged slots.
 
     Args:
-        steps: number of steps, and their text.
+        shares: share of accepted first drafts by shift, see `SHIFTS`.
+        steps: phrase for the message, such as "20 steps of an answer to ...".
 
     Raises:
         ValueError: the target does not accept the draft; the message has the shares with unchanged and shifted slots.

@@ -74,7 +74,7 @@ def compare(
         answer = ask(with_speculation, question, Painter(console, tokenizer).show)
         plain = ask(without, question, lambda step: None)
         committed = (
-            f"{answer.n_tokens} tokens in {answer.n_steps} steps, {answer.committed_per_step:.1f} committed per step"
+            f"{answer.n_tokens} tokens in {answer.n_steps} steps, acceptance length {answer.committed_per_step:.1f}"
         )
         speeds = f"{answer.tokens_per_s:.0f} tokens/s, {plain.tokens_per_s:.0f} without"
         console.print(f"\n[dim]{committed}; {speeds}[/]", highlight=False)
@@ -90,7 +90,7 @@ def summary(results: Sequence[tuple[str, Answer, Answer]]) -> Table:
         "question",
         "tokens",
         "steps",
-        "committed\nper step",
+        "acceptance\nlength",
         "tokens/s\nwith",
         "tokens/s\nwithout",
         "speedup",

@@ -152,7 +152,7 @@ class Probe:
         self.tokens, self.copy = tokens_BN, tokens_BN.clone()
 
     def end(self) -> None:
-        """Compare the tokens with their copy after the target has run, and count non-finite outputs."""
+        """Compare the tokens, after the target has run, with the copy that `begin` made. Count non-finite outputs."""
         seen, n_rows = self.seen[self.size], self.size[0] * self.size[1]
         raw = (self.raw.next_token_logits, self.raw.hidden_states) if self.raw is not None else ()
         outputs = [x for x in raw if isinstance(x, torch.Tensor)]

@@ -290,7 +290,7 @@ def test_tables_have_the_model_cards_layout():
         "Tokens/sec (speedup over off, medians)",
         "| Task | Concurrency | off | ours |\n|---|---:|---:|---:|\n"
         "| GSM8K | 1 | 84 | 397 (4.7x) |\n|  | 8 | 625 | 2270 (3.6x) |",
-        "Committed tokens per step (mean over concurrencies)",
+        "Acceptance length (mean over concurrencies)",
         "| Task | ours |\n|---|---:|\n| GSM8K | 7.50 |",
     ]
 
