@@ -118,7 +118,7 @@ CLASS_OF = np.array([0, *map(length_class, range(1, LONGEST + 1))])  # class of 
 def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts, scratch_S: torch.Tensor | None = None) -> Copied:
     """Compute `copy_draft` one request at a time, but all its places at once.
 
-    If N = 1, nothing is searched. In this case the result has the tensor `tokens_BN`.
+    If N = 1, nothing is searched. Then the result contains `tokens_BN` itself, not a copy.
     """
     B, N = tokens_BN.shape
     if N == 1:

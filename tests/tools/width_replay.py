@@ -11,6 +11,7 @@ last columns show the set that loses most.
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
+from sglang_dflash.engine.width.policy import Fixed
 from tests.tools.replay.replay import Traffic, adaptive, after, best_fixed, ragged, traces, uniform, with_policy
 from tests.tools.replay.times import MACHINES, Machine
 
@@ -53,9 +54,13 @@ def change_rows() -> Iterator[tuple[Machine, str, int, int, list[float]]]:
                     traffic = Traffic(sets, [name] * n).short()
                     others = [Traffic(sets, [other] * n).short() for other in sets if other != name]
                     widths = fitting(machine.widths, max((traffic, *others), key=lambda one: one.block))
-                    width, best = best_fixed(traffic, machine, widths)
-                    rates = [after(other, traffic, machine, adaptive(machine, n, widths)).rate for other in others]
-                    yield machine, f"{pair}, {name}", n, width, [rate / best.rate for rate in rates]
+                    width, _ = best_fixed(traffic, machine, widths)
+                    rates = [
+                        after(other, traffic, machine, adaptive(machine, n, widths)).rate
+                        / after(other, traffic, machine, Fixed(width)).rate
+                        for other in others
+                    ]
+                    yield machine, f"{pair}, {name}", n, width, rates
 
 
 def ragged_rows() -> Iterator[tuple[Machine, str, int, list[float]]]:

@@ -11,8 +11,8 @@ PRIOR = 4.0  # weight of the prior, in observations
 LEVEL_DECAY = math.exp(-1 / 8)  # per block, factor on the weight of old evidence about a request's level
 # Weight of a level's prior, in drafts: for the level of a block's first draft, and for that of the others.
 FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0
-# Weights of the prior of the level of new requests. The prior itself is 1. Each further new request multiplies the
-# weight of earlier evidence by NEW_DECAY.
+# Weights, in drafts, of the prior of the level of new requests. The prior itself is 1. Each further new request
+# multiplies the weight of earlier evidence by NEW_DECAY.
 NEW_FIRST_PRIOR, NEW_FURTHER_PRIOR, NEW_DECAY = 8.0, 16.0, 0.7
 CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
 WARM_UP = 8  # output tokens; requests up to this length (a server's warm-up) stay out of the counts of all requests
@@ -29,14 +29,14 @@ ALL = slice(None)
 class Level:
     """Level of some blocks: their odds of acceptance, divided by the usual odds (of all requests)."""
 
-    def __init__(self, prior: float, decay: float = LEVEL_DECAY) -> None:
+    def __init__(self, weight: float, decay: float = LEVEL_DECAY) -> None:
         """Begin without blocks.
 
         Args:
-            prior: number of drafts that must be observed to weigh as much as the prior.
+            weight: weight of the prior, as a number of drafts.
             decay: factor per block on the weight of old evidence.
         """
-        self.prior, self.decay = prior, decay
+        self.weight, self.decay = weight, decay
         self.n_reached, self.n_accepted, self.n_usual = 0.0, 0.0, 0.0
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
@@ -57,7 +57,7 @@ class Level:
             return prior
         usual = self.n_usual / self.n_reached
         assumed = probability(prior * odds(usual))
-        return odds((self.n_accepted + self.prior * assumed) / (self.n_reached + self.prior)) / odds(usual)
+        return odds((self.n_accepted + self.weight * assumed) / (self.n_reached + self.weight)) / odds(usual)
 
 
 class Levels:
@@ -85,7 +85,7 @@ class Own:
     def __init__(self, nothing: Counts) -> None:
         self.counts, self.n_tokens = nothing[:], 0
         self.levels = Levels(Level(FIRST_PRIOR), Level(FURTHER_PRIOR))
-        self.is_new = True  # whether no block with drafts is in the counts of all requests
+        self.is_new = True  # whether none of its blocks with drafts is in the counts of all requests
         # Width and number of accepted drafts of each step, while the request has at most WARM_UP output tokens. These
         # steps are not yet in the counts of all requests. None: the request has more output tokens, and each of its
         # steps is counted immediately.
@@ -102,7 +102,7 @@ class Acceptance:
     - Over all requests: the counts of all requests. The prior is the last estimate at the position. If the position was
       never reached, the prior is the estimate at the position before.
 
-    Requests with good drafts have more blocks with drafts. So the estimate over all requests is too high for a new
+    Requests have unequal numbers of blocks with drafts. So the estimate over all requests may be wrong for a new
     request. Therefore a request's level has a prior, the level of new requests. The first block with drafts of each
     request is the evidence for this prior.
 

@@ -49,6 +49,7 @@ class Chooser:
         self.before: tuple[Kind | None, int, float] = None, 0, 0.0
         self.tally, self.recent = Tally(), Tally()  # since the start, and since the last log line
         self.n_interruptions, self.expected_tokens = 0, 0.0  # since the start
+        self.n_steady = 0  # number of last steps of as many requests as the latest, without a prompt since
         self.is_suspected = False  # whether the warning about the draft was logged
 
     def decide(self, rids: list[str], requests: Sequence[Request] = ()) -> int:
@@ -59,8 +60,9 @@ class Chooser:
             requests: the requests; those that end before the outcome are left out of all counts. Empty: none ends.
         """
         before = self.in_flight[-1][2] if self.in_flight else self.before[0]
-        is_steady = before is not None and before == Kind(len(rids), before.width, self.n_interruptions)
-        decision = self.policy.decide(rids, is_steady=is_steady)
+        is_steady = before is not None and before[::2] == (len(rids), self.n_interruptions)
+        self.n_steady = self.n_steady + 1 if is_steady else 0
+        decision = self.policy.decide(rids, self.n_steady)
         self.in_flight.append((rids, decision, Kind(len(rids), decision.width, self.n_interruptions), requests))
         return decision.width
 
@@ -75,7 +77,7 @@ class Chooser:
         assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
         self.policy.observe(rids, decision, n_accepted_B)
         before, n_in_flight, before_s = self.before
-        if self.policy.cost and self._is_steady(kind, before, n_in_flight):
+        if self.policy.cost and self._is_timed(kind, before, n_in_flight):
             self.policy.cost.observe(n_requests, width, now_s - before_s)
         self.before = kind, len(self.in_flight), now_s
         counted = [is_counted(request) for request in requests] or [True] * n_requests
@@ -89,7 +91,7 @@ class Chooser:
             logger.info("%s", self.recent)
             self.recent = Tally()
 
-    def _is_steady(self, kind: Kind, before: Kind | None, n_in_flight: int) -> bool:
+    def _is_timed(self, kind: Kind, before: Kind | None, n_in_flight: int) -> bool:
         """Return whether the interval between two outcomes is the time of a step of kind `kind`."""
         if before is None or n_in_flight != len(self.in_flight):
             return False

@@ -41,7 +41,8 @@ class StepCost:
         self.launch_SW = [row[:] for row in self.measured_SW]
         # The first real times of each width at each size, up to RECENT of them, divided by the time from start-up.
         self.first_SW: list[list[list[float]]] = [[[] for _ in self.widths] for _ in self.sizes]
-        # Number of real steps. For each size and width: number of its real steps, and when the last one was counted.
+        # Number of real steps. For each size and width: number of real steps of about this size, and when the last one
+        # was counted.
         self.n_observed = 0
         self.n_SW, self.last_SW = ([[0] * len(self.widths) for _ in self.sizes] for _ in range(2))
         self.errors_W = [deque[float](maxlen=RECENT) for _ in self.widths]  # relative errors of the last steps
@@ -82,7 +83,10 @@ class StepCost:
         return self.parts_WN[self.widths.index(width)][min(n_requests, self.sizes[-1])]
 
     def _nearest(self, n_requests: int, width: int) -> tuple[int, int]:
-        """Return the indices of the nearest measured size, or of the larger one of two, and of `width`."""
+        """Return the index of the measured size nearest to the batch that runs, and the index of `width`.
+
+        Of two equally near sizes, take the larger.
+        """
         i, _ = max(reversed(self._parts(n_requests, width)), key=lambda part: part[1])
         return i, self.widths.index(width)
 
@@ -93,11 +97,12 @@ class StepCost:
         errors.append(seconds / self._of(n_requests, self.measured_SW)[w] - 1)
         error = median(errors) if len(errors) == RECENT else min(max(errors[-1], -MOST), MOST)
         self.n_observed += 1
+        nearest, _ = self._nearest(n_requests, width)
+        self.n_SW[nearest][w] += 1
+        self.last_SW[nearest][w] = self.n_observed
         for i, weight in parts:
             self.measured_SW[i] = [(1 + COMMON * weight * error) * known for known in self.measured_SW[i]]
             self.measured_SW[i][w] *= 1 + OWN * weight * error
-            self.n_SW[i][w] += 1
-            self.last_SW[i][w] = self.n_observed
             if len(self.first_SW[i][w]) < RECENT:
                 self._replace(i, w, seconds / self._of(n_requests, self.launch_SW)[w])
 
@@ -124,15 +129,6 @@ class StepCost:
                 if v == w or not others:
                     self.errors_W[v].clear()
                     times_W[v] = max(ratio, 1 / FASTER) * launch_W[v]
-
-    def is_known(self, n_requests: int, width: int) -> bool:
-        """Return whether real steps have confirmed or replaced the time from start-up.
-
-        One real step confirms it if it takes no longer. A longer time may be a disturbance, so it needs a second step.
-        """
-        i, w = self._nearest(n_requests, width)
-        first, known = self.first_SW[i][w], self.measured_SW[i][w] / self.launch_SW[i][w]
-        return len(first) > 1 or (len(first) == 1 and first[0] <= (1 + NEAR) * known)
 
     def n_real(self, n_requests: int, width: int) -> int:
         """Return the number of real steps at the measured size nearest to `n_requests`."""

@@ -19,8 +19,8 @@ the present width is accepted whenever all drafts before it are. A change of wid
 threshold for it.
 
 Start-up may have measured a width too slow, and a width that is never chosen is never timed. So a width that would win
-if its time was shorter by a factor (`DOUBT`) gets a trial: steps in a row, until its time is known. No trial has a step
-directly after a prompt or after another number of requests, because such a step is not timed.
+if its time was shorter by a factor (`DOUBT`) gets a trial: a few steps in a row, until some of them are timed. Steps
+around a prompt are not timed. So a trial begins soon after a prompt, or after many steps without one.
 
 The policy runs on the host in plain Python, with counts that arrive one or two steps late. numpy calls between two
 steps would be slow on a CPU whose caches a model has just filled. Ranks have equal counts and choose equal widths.
@@ -44,7 +44,8 @@ REST_DECAY = math.exp(-1 / 128)  # a step with drafts multiplies the weight of e
 REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
 SETTLE = 32  # number of steps between two calls of `StepCost.settle`
 EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
-TRIAL = 6  # largest number of steps of a trial
+TRIAL, TIMED = 6, 2  # largest number of steps of a trial, and number of timed ones after which it ends
+QUIET = 8  # steps without a prompt after which a trial may begin at any step
 # The estimated time of a width may be too long by this factor, if it has few real steps, or if it has few recent ones.
 DOUBT, OLD_DOUBT = 2.0, 1.25
 AGAIN = 1024  # number of real steps after which a width without them may have another trial
@@ -69,10 +70,10 @@ class Policy(ABC):
     cost: StepCost | None = None  # None: the policy does not use costs
 
     @abstractmethod
-    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
+    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
         """Return the decision for the next step of these requests.
 
-        `is_steady`: the step before has as many requests, without a prompt in between. Equal on all ranks.
+        `n_steady`: number of last steps of as many requests, without a prompt since. Equal on all ranks.
         """
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
@@ -86,7 +87,7 @@ class Fixed(Policy):
     def __init__(self, width: int, name: str = "") -> None:
         self.decision, self.name = Decision(width), name or f"always {width}"
 
-    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
+    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
         return self.decision
 
 
@@ -98,7 +99,7 @@ class Random(Policy):
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths, self.random = widths, random.Random(0)
 
-    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
+    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
         """Draw a width. All ranks draw equal widths, because their generators have equal seeds."""
         return Decision(self.random.choice(self.widths))
 
@@ -136,37 +137,37 @@ class Trials:
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
-        self.running: tuple[int, Decision] | None = None  # number of requests, and the decision
+        self.running: tuple[int, int] | None = None  # number of requests, and the width
         # Number of the width's real times when the trial began, and number of steps that it may still have.
         self.n_before, self.n_left = 0, 0
-        # Steps until the next trial may begin. A trial without a timed step sets them to `wait`.
+        # Steps until the next trial may begin. A trial with too few timed steps sets them to `wait`.
         self.n_pause, self.wait = 0, SETTLE
 
-    def next(self, n_requests: int, wanted: Decision | None, *, is_steady: bool) -> Decision | None:
-        """Return the decision of a step in a trial; None: the step is not part of a trial.
+    def next(self, n_requests: int, wanted: int | None, n_steady: int) -> int | None:
+        """Return the width of a step in a trial; None: the step is not part of a trial.
 
-        A trial may end without a timed step, for example because of prompts in between. Then the next trial waits, each
-        time twice as long.
+        A trial may end with too few timed steps, for example because of prompts in between. Then the next trial waits,
+        each time twice as long.
 
         Args:
-            wanted: decision for a new trial; None: no width needs one.
-            is_steady: the step before has as many requests, without a prompt in between.
+            wanted: width for a new trial; None: no width needs one.
+            n_steady: number of last steps of as many requests, without a prompt since.
         """
         self.n_pause = max(self.n_pause - 1, 0)
-        if not is_steady:
-            return None
         if self.running is not None:
-            size, decision = self.running
-            width = decision.width
-            was_timed = self.cost.n_real(size, width) > self.n_before and self.cost.is_known(size, width)
+            size, width = self.running
+            was_timed = self.cost.n_real(size, width) >= self.n_before + TIMED
             if size == n_requests and self.n_left and not was_timed:
                 self.n_left -= 1
-                return decision
+                return width
             self.running = None
-            self.n_pause, self.wait = (0, SETTLE) if was_timed else (self.wait, min(2 * self.wait, AGAIN))
-        if wanted is None or self.n_pause:
+            # `wanted` was decided before these times were known. The next review comes within `n_parts_of` steps.
+            self.n_pause, self.wait = (
+                (n_parts_of(size), SETTLE) if was_timed else (self.wait, min(2 * self.wait, AGAIN))
+            )
+        if wanted is None or self.n_pause or not (n_steady == 1 or n_steady >= QUIET):
             return None
-        self.running, self.n_before = (n_requests, wanted), self.cost.n_real(n_requests, wanted.width)
+        self.running, self.n_before = (n_requests, wanted), self.cost.n_real(n_requests, wanted)
         self.n_left = TRIAL - 1
         return wanted
 
@@ -177,7 +178,8 @@ class Review(NamedTuple):
     rest: int  # number of steps of one token before each drafted block
     best: Decision  # decision for the step after a rest
     look: Decision  # decision for a look
-    trial: Decision | None  # decision for a trial; None: no width needs one
+    trial: int | None  # width of a trial; None: no width needs one
+    unrested: dict[int, Decision]  # by width, decision for a step without a rest before it
     look_s: float  # seconds of a look
     price_s: float  # expected loss of a look, in seconds
     saving_s: float  # seconds that each step adds to the budget for looks
@@ -201,7 +203,7 @@ class Adaptive(Policy):
         self.drafted = set[str]()  # requests that have had a step with drafts
         self.trials = Trials(cost)
 
-    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
+    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
         """Choose the best width, one token during a rest, or a look. The module docstring defines rests and looks."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY or self.cost.has_news:
@@ -219,9 +221,11 @@ class Adaptive(Policy):
         # has no rest before it.
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         must_look = self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)
-        trial = None if must_look else self.trials.next(len(rids), review.trial, is_steady=is_steady)
+        had_trial = self.trials.running is not None
+        trial = None if must_look else self.trials.next(len(rids), review.trial, n_steady)
+        self.is_stale |= had_trial and self.trials.running is None  # the times of the trial change the review
         if trial is not None:
-            decision = trial
+            decision = review.unrested[trial]
         elif may_look or must_look:
             decision = review.look
             # In a batch the budget may become negative. Then new requests cause no look until the budget is 0 again.
@@ -263,7 +267,6 @@ class Adaptive(Policy):
         # Upper bound of the gain of larger widths: each further slot gains as much as the last one of the usual width.
         gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
-        trial = self._doubted(len(rids), seconds, expected, usual)
         return Review(
             rest,
             best=Decision(width, expected[rest, width], committed_N[width] - 1),
@@ -272,7 +275,8 @@ class Adaptive(Policy):
             # The best cycle, its rest included, commits as many tokens in `look.expected / rate` seconds.
             price_s=seconds[wide] - look.expected / rate,
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
-            trial=None if trial is None else Decision(trial, expected[0, trial], committed_N[trial] - 1),
+            trial=self._doubted(len(rids), seconds, expected, usual),
+            unrested={w: Decision(w, expected[0, w], committed_N[w] - 1) for w in self.widths},
         )
 
     def _look_width(self, n_requests: int) -> int:
@@ -297,7 +301,7 @@ class Adaptive(Policy):
             n_real, last = self.cost.n_real(n_requests, width), self.cost.last(n_requests, width)
             if n_real >= RECENT:
                 least_s = max(least_s, seconds[width])
-            if width == usual or (self.cost.is_known(n_requests, width) and self.cost.n_observed - last < AGAIN):
+            if width == usual or (n_real >= TIMED and self.cost.n_observed - last < AGAIN):
                 continue
             shorter = max(seconds[width] / (DOUBT if n_real < RECENT else OLD_DOUBT), least_s)
             rate = self._best(seconds | {width: shorter}, expected)[0]

@@ -15,7 +15,7 @@ from tests.tools.replay.record import DIGITS, TRACES
 from tests.tools.replay.times import Machine
 
 N_STEPS, WARM_UP = 3000, 300  # steps of a replay; the first ones are not counted
-CHANGE, SHORT = 700, 48  # steps of each text if texts change, and tokens of an answer then
+CHANGE, SHORT = 700, 48  # steps of each text if texts change, and largest number of tokens of an answer then
 
 Answer = tuple[int, ...]  # number of drafts that would be accepted at each token
 
@@ -32,7 +32,7 @@ class Traffic(NamedTuple):
         return 1 + max(max(answer) for name in set(self.mix) for answer in self.answers[name])
 
     def short(self) -> Self:
-        """Return the same traffic with answers of `SHORT` tokens."""
+        """Return the same traffic with answers of at most `SHORT` tokens."""
         cut = {name: [answer[:SHORT] for answer in answers] for name, answers in self.answers.items()}
         return self._replace(answers=cut)
 
@@ -146,7 +146,7 @@ def after(earlier: Traffic, traffic: Traffic, machine: Machine, policy: Policy) 
 def chosen_by(policy: Policy, machine: Machine) -> tuple[Widths, Observe]:
     """Return the functions with which `replay` asks the policy, and reports the outcomes of steps.
 
-    The steps of new requests follow a prompt.
+    A step with a new request counts as one after a prompt.
     """
     chooser, outcomes, seen = Chooser(policy), list[tuple[Sequence[int], float]](), set[str]()
 

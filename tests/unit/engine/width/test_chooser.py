@@ -32,11 +32,11 @@ class Scripted(Policy):
     def __init__(self, widths: Sequence[int]) -> None:
         self.name, self.widths = "scripted", iter(widths)
         self.observed: list[tuple] = []
-        self.steady: list[bool] = []
+        self.steady: list[int] = []
         self.cost = Costs()
 
-    def decide(self, rids: Sequence[str], *, is_steady: bool = True) -> Decision:
-        self.steady.append(is_steady)
+    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
+        self.steady.append(n_steady)
         return Decision(next(self.widths), expected=2.0)
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
@@ -58,16 +58,16 @@ def test_late_outcomes_match_their_decisions():
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_step_is_steady_after_one_of_as_many_requests_without_a_prompt(is_late: bool) -> None:
-    policy = Scripted([4, 8, 4, 4, 4, 4])
+def test_steps_of_as_many_requests_without_a_prompt_are_counted(is_late: bool) -> None:
+    policy = Scripted([4, 8, 4, 4, 4, 4, 4])
     chooser = Chooser(policy)
-    for i, rids in enumerate(("a", "b", "bc", "bc", "bc", "bc")):
-        if i == 4:
+    for i, rids in enumerate(("a", "b", "bc", "bc", "bc", "bc", "bc")):
+        if i == 5:
             chooser.interrupt()
         chooser.decide([*rids])
         if not is_late or i:
             chooser.observe([0] * len(chooser.in_flight[0][0]), float(i))
-    assert policy.steady == [False, True, False, True, False, True]
+    assert policy.steady == [0, 1, 0, 1, 2, 0, 1]
 
 
 def test_an_outcome_of_another_batch_is_refused():
@@ -281,13 +281,13 @@ def test_each_kind_makes_its_policy():
         return make_policy(kind, widths, n_requests=6, seconds=seconds, agree=lambda seconds_SW: None)
 
     fixed, random, again = make(WidthPolicy.AUTO, (4,)), *(make(WidthPolicy.RANDOM, (1, 4)) for _ in range(2))
-    assert (fixed.name, {fixed.decide(["a"]).width for _ in range(9)}) == ("always 4", {4})
-    drawn = [random.decide(["a"]).width for _ in range(30)]
+    assert (fixed.name, {fixed.decide(["a"], 0).width for _ in range(9)}) == ("always 4", {4})
+    drawn = [random.decide(["a"], 0).width for _ in range(30)]
     assert (random.name, set(drawn)) == ("random", {1, 4})
-    assert drawn == [again.decide(["a"]).width for _ in range(30)], "the same on every rank"
+    assert drawn == [again.decide(["a"], 0).width for _ in range(30)], "the same on every rank"
     assert timed == [], "steps are timed only if a policy compares widths"
     auto = make(WidthPolicy.AUTO, (1, 4))
     assert timed == [1, 2, 4, 6]
     n_drafts = 0.98 + 0.98**2 + 0.98**3  # a probability is at most 0.98
-    assert (auto.name, auto.decide(["a"])) == ("auto", pytest.approx(Decision(4, 1 + n_drafts, n_drafts)))
+    assert (auto.name, auto.decide(["a"], 0)) == ("auto", pytest.approx(Decision(4, 1 + n_drafts, n_drafts)))
     assert auto.cost.by_size() == {size: {"1": 1.0, "4": 4.0} for size in ("1", "2", "4", "6")}

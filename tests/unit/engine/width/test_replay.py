@@ -1,4 +1,4 @@
-"""Replays of recorded acceptance (SmolLM2 on a CPU): the policy against the best fixed width."""
+"""Replays of recorded acceptance, with SmolLM2's step times on a CPU: the policy against the best fixed width."""
 
 from itertools import count
 
@@ -30,7 +30,7 @@ def test_the_policy_is_as_good_as_the_best_fixed_width(name: str, n_requests: in
         ("tiny", "hopeless", "repeating", 0.93),
     ],
 )
-def test_hard_text_after_easy_text_is_hardly_slower(pair: str, name: str, earlier: str, least: float) -> None:
+def test_hard_text_after_easy_text_is_at_most_a_little_slower(pair: str, name: str, earlier: str, least: float) -> None:
     """Eight requests at a time, answers of 48 tokens. Before, the other text was served for half a minute or more."""
     traffic, other = (Traffic(traces()[pair], [one] * 8).short() for one in (name, earlier))
     width, best = best_fixed(traffic, ON_CPU, CPU_WIDTHS)
