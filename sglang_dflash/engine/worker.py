@@ -189,7 +189,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         policy = DryRun(self.stages, on_host=on_host).run(config.flags.width_policy)
         self.stages, trace = traced(self.stages, config.flags.width_trace)
-        self.width = Chooser(policy, trace)
+        self.width = Chooser(policy, trace, host_computes=target.device == "cpu")
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config.summary())
 
     # -- SGLang's interface of a worker --------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class DFlashWorker(BaseSpecWorker):
         """Run one DFlash step. The host waits for the device only if a request needs this, e.g. for its grammar."""
         stages: Stages = self.stages
         rids = [req.rid for req in batch.reqs]
-        width = self.width.decide(rids, [*batch.reqs])
+        width = self.width.decide(rids, [*batch.reqs], now_s=time.perf_counter())
         plan = stages.planner.plan(batch, width)
         stages.context_kv.before_draft(plan)
         drafts_BN = stages.drafter.draft(plan, graphs=batch.can_run_decode_cuda_graph)

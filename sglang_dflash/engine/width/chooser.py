@@ -34,37 +34,47 @@ class Kind(NamedTuple):
 class Chooser:
     """Chooser of each step's width by a policy, which receives outcomes in the order of steps, one or two steps late.
 
-    The time of a step is measured as the interval between two consecutive outcomes. On a GPU this interval is the time
-    of the step that just finished, on a CPU that of a step launched later. So an interval is used only if all steps
-    involved are equal: the finished step, the one before it, and all steps in flight. These steps must have equal
-    numbers of requests and equal widths, without a prefill in between. The number of steps in flight must also be equal
-    at both outcomes. If it is 0, the interval is that of the finished step, so the step before may have another width.
+    On a GPU the time of a step is the interval between the outcome of the step before and its own. If the host computes
+    (a CPU), it is the interval between its launch and the next step's. An interval is used only if no other work falls
+    into it, neither a prompt nor the end of a request. So the steps around it must have equal numbers of requests. On a
+    GPU no prompt may fall between these steps, and as many steps must be in flight at both outcomes. On a CPU no prompt
+    may follow the step.
     """
 
-    def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
-        self.policy, self.trace = policy, trace
+    def __init__(self, policy: Policy, trace: Trace | None = None, *, host_computes: bool = False) -> None:
+        """`host_computes`: a step has been computed when its launch returns."""
+        self.policy, self.trace, self.host_computes = policy, trace, host_computes
         # Steps without an outcome, oldest first; the last field is the requests, see `decide`.
         self.in_flight = deque[tuple[list[str], Decision, Kind, Sequence[Request]]]()
         # At the last outcome: kind of the finished step, number of steps in flight, and time in seconds.
         self.before: tuple[Kind | None, int, float] = None, 0, 0.0
+        self.launched = deque[tuple[Kind, float]](maxlen=2)  # kinds and clock times of the last two launches
         self.tally, self.recent = Tally(), Tally()  # since the start, and since the last log line
         self.n_interruptions, self.expected_tokens = 0, 0.0  # since the start
-        self.n_steady = 0  # number of last steps of as many requests as the latest, without a prompt since
         self.is_suspected = False  # whether the warning about the draft was logged
 
-    def decide(self, rids: list[str], requests: Sequence[Request] = ()) -> int:
+    def decide(self, rids: list[str], requests: Sequence[Request] = (), *, now_s: float = 0.0) -> int:
         """Return the width of the next step of these requests.
 
         Args:
             rids: ids of the requests.
             requests: the requests; those that end before the outcome are left out of all counts. Empty: none ends.
+            now_s: clock time in seconds; only used if the host computes.
         """
-        before = self.in_flight[-1][2] if self.in_flight else self.before[0]
-        is_steady = before is not None and before[::2] == (len(rids), self.n_interruptions)
-        self.n_steady = self.n_steady + 1 if is_steady else 0
-        decision = self.policy.decide(rids, self.n_steady)
-        self.in_flight.append((rids, decision, Kind(len(rids), decision.width, self.n_interruptions), requests))
+        if self.host_computes and self.launched:
+            kind, launched_s = self.launched[-1]
+            are_as_many = all(other.n_requests == len(rids) for other, _ in self.launched)
+            if are_as_many and kind.n_interruptions == self.n_interruptions:
+                self._time(kind, now_s - launched_s)
+        decision = self.policy.decide(rids)
+        kind = Kind(len(rids), decision.width, self.n_interruptions)
+        self.in_flight.append((rids, decision, kind, requests))
+        self.launched.append((kind, now_s))
         return decision.width
+
+    def _time(self, kind: Kind, seconds: float) -> None:
+        if self.policy.cost:
+            self.policy.cost.observe(kind.n_requests, kind.width, seconds)
 
     def interrupt(self) -> None:
         """Record that a prefill was launched, so that step times around it are not used."""
@@ -77,8 +87,8 @@ class Chooser:
         assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
         self.policy.observe(rids, decision, n_accepted_B)
         before, n_in_flight, before_s = self.before
-        if self.policy.cost and self._is_timed(kind, before, n_in_flight):
-            self.policy.cost.observe(n_requests, width, now_s - before_s)
+        if not self.host_computes and self._is_timed(kind, before, n_in_flight):
+            self._time(kind, now_s - before_s)
         self.before = kind, len(self.in_flight), now_s
         counted = [is_counted(request) for request in requests] or [True] * n_requests
         self.expected_tokens += sum(counted) * decision.expected
@@ -92,12 +102,10 @@ class Chooser:
             self.recent = Tally()
 
     def _is_timed(self, kind: Kind, before: Kind | None, n_in_flight: int) -> bool:
-        """Return whether the interval between two outcomes is the time of a step of kind `kind`."""
+        """Return whether the interval between two outcomes is the time of a step of kind `kind`, on a GPU."""
         if before is None or n_in_flight != len(self.in_flight):
             return False
-        if not n_in_flight:
-            return before._replace(width=kind.width) == kind
-        return before == kind and all(other == kind for _, _, other, _ in self.in_flight)
+        return all(other._replace(width=kind.width) == kind for other in (before, *(one[2] for one in self.in_flight)))
 
     def _warn_of_draft(self) -> None:
         """Warn once if hardly any block has an accepted draft. The draft may belong to another target."""

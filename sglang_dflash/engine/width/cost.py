@@ -82,7 +82,7 @@ class StepCost:
     def _parts(self, n_requests: int, width: int) -> list[tuple[int, float]]:
         return self.parts_WN[self.widths.index(width)][min(n_requests, self.sizes[-1])]
 
-    def _nearest(self, n_requests: int, width: int) -> tuple[int, int]:
+    def nearest(self, n_requests: int, width: int) -> tuple[int, int]:
         """Return the index of the measured size nearest to the batch that runs, and the index of `width`.
 
         Of two equally near sizes, take the larger.
@@ -97,7 +97,7 @@ class StepCost:
         errors.append(seconds / self._of(n_requests, self.measured_SW)[w] - 1)
         error = median(errors) if len(errors) == RECENT else min(max(errors[-1], -MOST), MOST)
         self.n_observed += 1
-        nearest, _ = self._nearest(n_requests, width)
+        nearest, _ = self.nearest(n_requests, width)
         self.n_SW[nearest][w] += 1
         self.last_SW[nearest][w] = self.n_observed
         for i, weight in parts:
@@ -132,12 +132,12 @@ class StepCost:
 
     def n_real(self, n_requests: int, width: int) -> int:
         """Return the number of real steps at the measured size nearest to `n_requests`."""
-        i, w = self._nearest(n_requests, width)
+        i, w = self.nearest(n_requests, width)
         return self.n_SW[i][w]
 
     def last(self, n_requests: int, width: int) -> int:
         """Return the number of the last real step at the nearest measured size, counted from 1; 0: none."""
-        i, w = self._nearest(n_requests, width)
+        i, w = self.nearest(n_requests, width)
         return self.last_SW[i][w]
 
     def by_size(self) -> dict[str, dict[str, float]]:

@@ -19,8 +19,7 @@ the present width is accepted whenever all drafts before it are. A change of wid
 threshold for it.
 
 Start-up may have measured a width too slow, and a width that is never chosen is never timed. So a width that would win
-if its time was shorter by a factor (`DOUBT`) gets a trial: a few steps in a row, until some of them are timed. Steps
-around a prompt are not timed. So a trial begins soon after a prompt, or after many steps without one.
+if its time was shorter by a factor (`DOUBT`) gets a trial: a few steps in a row, until some of them are timed.
 
 The policy runs on the host in plain Python, with counts that arrive one or two steps late. numpy calls between two
 steps would be slow on a CPU whose caches a model has just filled. Ranks have equal counts and choose equal widths.
@@ -45,7 +44,6 @@ REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhyt
 SETTLE = 32  # number of steps between two calls of `StepCost.settle`
 EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
 TRIAL, TIMED = 6, 2  # largest number of steps of a trial, and number of timed ones after which it ends
-QUIET = 8  # steps without a prompt after which a trial may begin at any step
 # The estimated time of a width may be too long by this factor, if it has few real steps, or if it has few recent ones.
 DOUBT, OLD_DOUBT = 2.0, 1.25
 AGAIN = 1024  # number of real steps after which a width without them may have another trial
@@ -70,11 +68,8 @@ class Policy(ABC):
     cost: StepCost | None = None  # None: the policy does not use costs
 
     @abstractmethod
-    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
-        """Return the decision for the next step of these requests.
-
-        `n_steady`: number of last steps of as many requests, without a prompt since. Equal on all ranks.
-        """
+    def decide(self, rids: Sequence[str]) -> Decision:
+        """Return the decision for the next step of these requests."""
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         """Record the outcome of a decided step."""
@@ -87,7 +82,7 @@ class Fixed(Policy):
     def __init__(self, width: int, name: str = "") -> None:
         self.decision, self.name = Decision(width), name or f"always {width}"
 
-    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
+    def decide(self, rids: Sequence[str]) -> Decision:
         return self.decision
 
 
@@ -99,7 +94,7 @@ class Random(Policy):
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths, self.random = widths, random.Random(0)
 
-    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
+    def decide(self, rids: Sequence[str]) -> Decision:
         """Draw a width. All ranks draw equal widths, because their generators have equal seeds."""
         return Decision(self.random.choice(self.widths))
 
@@ -143,21 +138,20 @@ class Trials:
         # Steps until the next trial may begin. A trial with too few timed steps sets them to `wait`.
         self.n_pause, self.wait = 0, SETTLE
 
-    def next(self, n_requests: int, wanted: int | None, n_steady: int) -> int | None:
+    def next(self, n_requests: int, wanted: int | None) -> int | None:
         """Return the width of a step in a trial; None: the step is not part of a trial.
 
         A trial may end with too few timed steps, for example because of prompts in between. Then the next trial waits,
         each time twice as long.
 
-        Args:
-            wanted: width for a new trial; None: no width needs one.
-            n_steady: number of last steps of as many requests, without a prompt since.
+        `wanted`: width for a new trial; None: no width needs one.
         """
         self.n_pause = max(self.n_pause - 1, 0)
         if self.running is not None:
             size, width = self.running
             was_timed = self.cost.n_real(size, width) >= self.n_before + TIMED
-            if size == n_requests and self.n_left and not was_timed:
+            is_alike = self.cost.nearest(size, width) == self.cost.nearest(n_requests, width)
+            if is_alike and self.n_left and not was_timed:
                 self.n_left -= 1
                 return width
             self.running = None
@@ -165,7 +159,7 @@ class Trials:
             self.n_pause, self.wait = (
                 (n_parts_of(size), SETTLE) if was_timed else (self.wait, min(2 * self.wait, AGAIN))
             )
-        if wanted is None or self.n_pause or not (n_steady == 1 or n_steady >= QUIET):
+        if wanted is None or self.n_pause:
             return None
         self.running, self.n_before = (n_requests, wanted), self.cost.n_real(n_requests, wanted)
         self.n_left = TRIAL - 1
@@ -203,7 +197,7 @@ class Adaptive(Policy):
         self.drafted = set[str]()  # requests that have had a step with drafts
         self.trials = Trials(cost)
 
-    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
+    def decide(self, rids: Sequence[str]) -> Decision:
         """Choose the best width, one token during a rest, or a look. The module docstring defines rests and looks."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY or self.cost.has_news:
@@ -222,7 +216,7 @@ class Adaptive(Policy):
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         must_look = self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)
         had_trial = self.trials.running is not None
-        trial = None if must_look else self.trials.next(len(rids), review.trial, n_steady)
+        trial = None if must_look else self.trials.next(len(rids), review.trial)
         self.is_stale |= had_trial and self.trials.running is None  # the times of the trial change the review
         if trial is not None:
             decision = review.unrested[trial]

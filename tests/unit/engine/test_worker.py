@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_each_stage_gets_the_results_of_its_own_step(monkeypatch: pytest.MonkeyP
         barrier: Any = f"barrier {step}" if graphs else None
         assert worker.forward_batch_generation(batch, stages.publish, barrier) == f"result {step}"
         assert stages.calls == [
-            ("decide", rids, batch.reqs),
+            ("decide", rids, batch.reqs, ANY),  # and the clock
             ("plan", batch, width),
             ("before_draft", plan),
             ("draft", plan, graphs),

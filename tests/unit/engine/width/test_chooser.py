@@ -32,11 +32,9 @@ class Scripted(Policy):
     def __init__(self, widths: Sequence[int]) -> None:
         self.name, self.widths = "scripted", iter(widths)
         self.observed: list[tuple] = []
-        self.steady: list[int] = []
         self.cost = Costs()
 
-    def decide(self, rids: Sequence[str], n_steady: int) -> Decision:
-        self.steady.append(n_steady)
+    def decide(self, rids: Sequence[str]) -> Decision:
         return Decision(next(self.widths), expected=2.0)
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
@@ -54,20 +52,7 @@ def test_late_outcomes_match_their_decisions():
     chooser.decide(["b", "c"])
     chooser.observe([1, 2], 3.5)
     assert policy.observed == [(["a"], 8, [7]), (["a", "b"], 4, [0, 3]), (["b", "c"], 4, [1, 2])]
-    assert policy.cost.timed == [(2, 4, 1.5)]  # timed only if adjacent steps have the same batch size and width
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_steps_of_as_many_requests_without_a_prompt_are_counted(is_late: bool) -> None:
-    policy = Scripted([4, 8, 4, 4, 4, 4, 4])
-    chooser = Chooser(policy)
-    for i, rids in enumerate(("a", "b", "bc", "bc", "bc", "bc", "bc")):
-        if i == 5:
-            chooser.interrupt()
-        chooser.decide([*rids])
-        if not is_late or i:
-            chooser.observe([0] * len(chooser.in_flight[0][0]), float(i))
-    assert policy.steady == [0, 1, 0, 1, 2, 0, 1]
+    assert policy.cost.timed == [(2, 4, 1.5)]  # timed only if adjacent steps have the same batch size
 
 
 def test_an_outcome_of_another_batch_is_refused():
@@ -116,7 +101,7 @@ class Loop:
 
     def __init__(self, launches: Sequence[Launch], *, overlap: bool, host_computes: bool) -> None:
         self.policy = Scripted([width for launch in launches if launch != PROMPT for width in launch[1:]])
-        self.chooser, self.host_computes = Chooser(self.policy), host_computes
+        self.chooser, self.host_computes = Chooser(self.policy, host_computes=host_computes), host_computes
         self.host_s = self.device_s = 0.0
         ran = list[tuple[Launch, float]]()  # launches without an outcome yet, and their end times in s
         for launch, following in zip(launches, (*launches[1:], None), strict=True):
@@ -130,7 +115,7 @@ class Loop:
         if launch == PROMPT:
             self.chooser.interrupt()
         else:
-            self.chooser.decide([str(i) for i in range(launch[0])])
+            self.chooser.decide([str(i) for i in range(launch[0])], now_s=self.host_s)
         self.host_s += took(launch) if self.host_computes else 0.01
         self.device_s = max(self.device_s, self.host_s) + took(launch)
         return self.host_s if self.host_computes else self.device_s
@@ -164,6 +149,20 @@ def test_all_but_the_ends_of_equal_runs_are_timed(host_computes, overlap):
     loop = Loop([(2, 4)] * 10 + [PROMPT] + [(2, 8)] * 10, overlap=overlap, host_computes=host_computes)
     n_timed = [sum(width == timed[1] for timed in loop.policy.cost.timed) for width in (4, 8)]
     assert min(n_timed) >= 8
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("host_computes", [True, False])
+def test_a_step_is_timed_between_steps_of_other_widths(host_computes: bool, overlap: bool) -> None:
+    loop = Loop([(2, 1), (2, 1), (2, 8), (2, 1), (2, 1)], overlap=overlap, host_computes=host_computes)
+    assert 8 in {timed[1] for timed in loop.policy.cost.timed}
+
+
+def test_a_cpu_times_each_step_that_a_step_follows() -> None:
+    """Of three steps between two prompts the first two are timed."""
+    loop = Loop([PROMPT, (2, 4), (2, 8), (2, 1)] * 3, overlap=True, host_computes=True)
+    assert {width for _, width, _ in loop.policy.cost.timed} == {4, 8}
+    assert len(loop.policy.cost.timed) >= 5
 
 
 def test_outcomes_are_traced_as_they_arrive(tmp_path):
@@ -281,13 +280,13 @@ def test_each_kind_makes_its_policy():
         return make_policy(kind, widths, n_requests=6, seconds=seconds, agree=lambda seconds_SW: None)
 
     fixed, random, again = make(WidthPolicy.AUTO, (4,)), *(make(WidthPolicy.RANDOM, (1, 4)) for _ in range(2))
-    assert (fixed.name, {fixed.decide(["a"], 0).width for _ in range(9)}) == ("always 4", {4})
-    drawn = [random.decide(["a"], 0).width for _ in range(30)]
+    assert (fixed.name, {fixed.decide(["a"]).width for _ in range(9)}) == ("always 4", {4})
+    drawn = [random.decide(["a"]).width for _ in range(30)]
     assert (random.name, set(drawn)) == ("random", {1, 4})
-    assert drawn == [again.decide(["a"], 0).width for _ in range(30)], "the same on every rank"
+    assert drawn == [again.decide(["a"]).width for _ in range(30)], "the same on every rank"
     assert timed == [], "steps are timed only if a policy compares widths"
     auto = make(WidthPolicy.AUTO, (1, 4))
     assert timed == [1, 2, 4, 6]
     n_drafts = 0.98 + 0.98**2 + 0.98**3  # a probability is at most 0.98
-    assert (auto.name, auto.decide(["a"], 0)) == ("auto", pytest.approx(Decision(4, 1 + n_drafts, n_drafts)))
+    assert (auto.name, auto.decide(["a"])) == ("auto", pytest.approx(Decision(4, 1 + n_drafts, n_drafts)))
     assert auto.cost.by_size() == {size: {"1": 1.0, "4": 4.0} for size in ("1", "2", "4", "6")}

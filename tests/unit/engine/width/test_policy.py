@@ -21,7 +21,6 @@ from sglang_dflash.engine.width.cost import RECENT, StepCost
 from sglang_dflash.engine.width.policy import (
     EARLY,
     EXPLORE,
-    QUIET,
     REST,
     SETTLE,
     TIMED,
@@ -383,9 +382,9 @@ def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
     """At launch a step took a third of the real 1 s, or three times as long. Every fourth real step takes 10 s."""
     policy = Adaptive(WIDTHS, step_cost([factor * s for s in (1.0, 1.6, 2.4, 4.0)]))
     for step in range(32):
-        policy.decide(["a"], QUIET)
+        policy.decide(["a"])
         policy.cost.observe(1, 1, 10.0 if step % 4 == 2 else 1.0)
-    policy.decide(["a"], QUIET)
+    policy.decide(["a"])
     np.testing.assert_allclose(policy.cost.of(1)[0], 1.0, rtol=0.25)
 
 
@@ -442,7 +441,7 @@ def test_ranks_exchange_times_only_after_news() -> None:
     policy = Adaptive((1, 4), cost)
     after = list[int]()
     for step in range(1, SETTLE):
-        policy.decide(["a"], QUIET)
+        policy.decide(["a"])
         cost.observe(1, 1, 1.0)
         if exchanged:
             after.append(step)
@@ -452,28 +451,26 @@ def test_ranks_exchange_times_only_after_news() -> None:
 
 def test_a_timed_trial_makes_the_next_pause_short_again() -> None:
     n_timed = [0]
-    trials = Trials(SimpleNamespace(n_real=lambda n_requests, width: n_timed[0]))
+    trials = Trials(SimpleNamespace(n_real=lambda n_requests, width: n_timed[0], nearest=lambda n_requests, width: 0))
 
     def pause(*, is_timed: bool) -> int:
         """Run a trial, and return the number of steps from its end to the beginning of the next one."""
-        while trials.next(1, 4, QUIET) is None:
+        while trials.next(1, 4) is None:
             pass
         n_timed[0] += TIMED * is_timed
-        while trials.next(1, None, QUIET) is not None:
+        while trials.next(1, None) is not None:
             pass
         return trials.n_pause
 
     assert [pause(is_timed=timed) for timed in (False, False, True, False)] == [SETTLE, 2 * SETTLE, 1, SETTLE]
 
 
-def test_a_trial_begins_soon_after_a_prompt_or_long_after_one() -> None:
-    """Once begun it goes on, whatever prompts come."""
-    begins = list[bool]()
-    for n_steady in range(QUIET + 2):
-        trials = Trials(SimpleNamespace(n_real=lambda n_requests, width: 0))
-        begins.append(trials.next(1, 4, n_steady) == 4)
-        assert {trials.next(1, None, other) for other in range(TRIAL - 1)} == {4 if begins[-1] else None}
-    assert begins == [False, True, *[False] * (QUIET - 2), True, True]
+def test_a_trial_goes_on_while_the_nearest_size_is_the_same() -> None:
+    """Sizes 2, 4 and 8 were measured. A trial of 8 requests goes on with 6, and ends with 5."""
+    for n_requests, goes_on in ((6, True), (5, False)):
+        trials = Trials(make_cost())
+        assert trials.next(8, 4) == 4
+        assert (trials.next(n_requests, None) == 4) is goes_on
 
 
 def test_a_trial_uses_the_present_estimates() -> None:
@@ -481,8 +478,8 @@ def test_a_trial_uses_the_present_estimates() -> None:
     policy = adaptive(committed(0.4), (1.0, 2.0, 3.0, 9.0))
     for _ in range(RECENT):
         policy.cost.observe(1, 1, 1.0)
-    before, policy.acceptance, policy.is_stale = policy.decide(["a"], QUIET), Certain(committed(0.5)), True
-    after = policy.decide(["a"], QUIET)
+    before, policy.acceptance, policy.is_stale = policy.decide(["a"]), Certain(committed(0.5)), True
+    after = policy.decide(["a"])
     assert before.width == after.width > 1
     assert [one.n_drafts for one in (before, after)] == pytest.approx(
         [committed(p)[before.width - 1] - 1 for p in (0.4, 0.5)]
@@ -501,7 +498,7 @@ def test_a_timed_trial_is_not_repeated() -> None:
         policy.cost.observe(40, 1, 1.0)
     widths = list[int]()
     for _ in range(SETTLE - 2):
-        widths.append(policy.decide(rids, QUIET).width)
+        widths.append(policy.decide(rids).width)
         policy.cost.observe(40, widths[-1], seconds[WIDTHS.index(widths[-1])])
     assert [widths.count(width) for width in (2, 4)] == [TIMED, TIMED]
 
@@ -511,7 +508,7 @@ def test_trials_that_are_never_timed_become_rare() -> None:
     policy = adaptive(committed(0.4), (1.0, 2.0, 3.0, 9.0))
     for _ in range(RECENT):
         policy.cost.observe(1, 1, 1.0)
-    decisions = [policy.decide(["a"], QUIET) for _ in range(4000)]
+    decisions = [policy.decide(["a"]) for _ in range(4000)]
     assert all(each.n_drafts == pytest.approx(committed(0.4)[each.width - 1] - 1) for each in decisions)
     widths = [each.width for each in decisions]
     trials = [i for i, width in enumerate(widths) if width in (2, 4)]
@@ -533,7 +530,7 @@ class Certain(Acceptance):
 
 def widths_of(policy: Adaptive, n_steps: int) -> list[int]:
     """Return the widths decided for one request whose outcomes are not observed."""
-    return [policy.decide(["a"], QUIET).width for _ in range(n_steps)]
+    return [policy.decide(["a"]).width for _ in range(n_steps)]
 
 
 def committed(conditional: float) -> list[float]:
@@ -555,7 +552,7 @@ def test_the_width_with_the_best_rate_is_chosen(conditional: float, seconds_W: l
     """The first choice has the most tokens per second at any step costs, unless it is an almost free look."""
     committed_N = committed(conditional)
     rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(WIDTHS, seconds_W, strict=True)]
-    chosen = WIDTHS.index(adaptive(committed_N, seconds_W).decide(["a"], QUIET).width)
+    chosen = WIDTHS.index(adaptive(committed_N, seconds_W).decide(["a"]).width)
     assert rate_W[chosen] >= max(rate_W) * (1 - 2 * EXPLORE) or chosen == len(WIDTHS) - 1
     if chosen != len(WIDTHS) - 1:
         assert rate_W[chosen] == max(rate_W)
@@ -563,8 +560,8 @@ def test_the_width_with_the_best_rate_is_chosen(conditional: float, seconds_W: l
 
 def test_a_local_minimum_does_not_hide_a_better_width() -> None:
     """Widths 4 and 8 cost the same. At acceptance 0.98 width 4 is worse than width 2, and width 8 is the best."""
-    assert adaptive(committed(0.6), (1.0, 1.1, 3.0, 3.0)).decide(["a"], QUIET).width == 2
-    assert adaptive(committed(0.98), (1.0, 1.1, 3.0, 3.0)).decide(["a"], QUIET).width == 8
+    assert adaptive(committed(0.6), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 2
+    assert adaptive(committed(0.98), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 8
 
 
 def test_ties_go_to_the_widest() -> None:
@@ -577,7 +574,7 @@ def test_ties_go_to_the_widest() -> None:
 def test_exploring_costs_at_most_a_share_of_the_time(conditional: float, seconds_W: list[float]) -> None:
     committed_N = committed(conditional)
     policy = adaptive(committed_N, seconds_W)
-    chosen = [WIDTHS.index(policy.decide(["a"], QUIET).width) for _ in range(1000)]
+    chosen = [WIDTHS.index(policy.decide(["a"]).width) for _ in range(1000)]
     seconds = sum(seconds_W[w] for w in chosen)
     best = max(committed_N[width - 1] / seconds_W[w] for w, width in enumerate(WIDTHS))
     lost = seconds - sum(committed_N[WIDTHS[w] - 1] for w in chosen) / best
@@ -602,7 +599,7 @@ def test_at_most_one_block_is_saved_for_exploring() -> None:
     policy = adaptive([1, 2, 3, 4, 4.5, 5, 5.5, 5.9999], (9.0, 9.0, 1.0, 1.5))
     assert set(widths_of(policy, 5000)) == {8}
     policy.acceptance = Certain([1, 2, 3, 4, 4, 4, 4, 4])
-    chosen = [policy.decide(["another"], QUIET).width for _ in range(20)]
+    chosen = [policy.decide(["another"]).width for _ in range(20)]
     assert chosen == [8] * 3 + [4] * 17
 
 
@@ -610,7 +607,7 @@ def test_at_most_one_block_is_saved_for_exploring() -> None:
 def test_ranks_with_equal_input_decide_the_same(history: list[Step]) -> None:
     ranks = [Adaptive(WIDTHS, step_cost((1, 2, 2.5, 4))) for _ in range(2)]
     for rids, _, n_accepted_B in history:
-        decision, other = [rank.decide(rids, QUIET) for rank in ranks]
+        decision, other = [rank.decide(rids) for rank in ranks]
         assert decision == other
         for rank in ranks:
             rank.observe(rids, decision, [min(n, decision.width - 1) for n in n_accepted_B])
@@ -633,7 +630,7 @@ def test_ranks_with_clocks_of_their_own_decide_the_same() -> None:
     for step in range(20 * SETTLE):
         widths = []
         for rank, policy in enumerate(ranks):
-            decision = policy.decide(["a"], QUIET)
+            decision = policy.decide(["a"])
             widths.append(decision.width)
             policy.observe(["a"], decision, [min(step % 3, widths[-1] - 1)])
             policy.cost.observe(1, widths[-1], 2.0 + rank + widths[-1] / 3)
@@ -653,7 +650,7 @@ def test_widths_follow_changes_of_acceptance(n_requests: int, n_looks: int) -> N
     def run(n_steps: int, *, is_easy: bool) -> list[int]:
         chosen = []
         for _ in range(n_steps):
-            decision = policy.decide(rids, QUIET)
+            decision = policy.decide(rids)
             chosen.append(decision.width)
             policy.observe(rids, decision, [is_easy * (chosen[-1] - 1)] * n_requests)
         return chosen
@@ -682,7 +679,7 @@ def served(
         rids = [f"{group}-{i}" for i in range(n_requests)]
         left, seconds = [n_tokens] * n_requests, 0.0
         while max(left) > 0:
-            decision = policy.decide(rids, QUIET)
+            decision = policy.decide(rids)
             accepted = [int(np.cumprod(draws.random(decision.width - 1) < p).sum()) for _ in rids]
             policy.observe(rids, decision, accepted)
             left = [n - a - 1 for n, a in zip(left, accepted, strict=True)]
@@ -695,8 +692,8 @@ def test_every_request_is_explored_first() -> None:
     """A look costs the time of one token, and a hopeless request has at most two looks: 2 % of its 100 tokens."""
     policy = Adaptive(WIDTHS, step_cost(CHEAP))
     assert min(served(policy, [0.0] * 20, 1, 100, CHEAP)[1:]) > 0.98
-    assert policy.decide(["new"], QUIET).width == N
-    assert policy.decide(["new"], QUIET).width == 1
+    assert policy.decide(["new"]).width == N
+    assert policy.decide(["new"]).width == 1
 
 
 @pytest.mark.parametrize(("n_requests", "width"), [(8, 16), (32, 16), (33, 8), (64, 8), (200, 4)])
@@ -704,18 +701,18 @@ def test_a_look_of_a_large_batch_verifies_at_most_512_rows(n_requests: int, widt
     """The narrowest width of a look is the second one, here 4."""
     policy = Adaptive((1, 4, 8, 16), StepCost((1, 4, 8, 16), {1: (1.0, 1.1, 1.2, 1.3)}, alone))
     policy.acceptance = Certain([0.0, *([1.0] * 16)])
-    assert policy.decide([str(i) for i in range(n_requests)], QUIET).width == width
+    assert policy.decide([str(i) for i in range(n_requests)]).width == width
 
 
 def test_a_lone_request_leaves_the_debt_of_batches() -> None:
     """A batch's look costs 8 times a step of one token. Then one of its requests runs alone, and a new one."""
     policy = Adaptive((1, 8), StepCost((1, 8), {1: (1.0, 8.0)}, alone))
     policy.acceptance = Certain([0.0, *([1.0] * 8)])
-    assert policy.decide(["a", "b"], QUIET).width == 8
+    assert policy.decide(["a", "b"]).width == 8
     debt_s = policy.saved_s
     assert debt_s == pytest.approx(-6, abs=0.1)
-    assert policy.decide(["a"], QUIET).width == 1
-    assert policy.decide(["new"], QUIET).width == 8
+    assert policy.decide(["a"]).width == 1
+    assert policy.decide(["new"]).width == 8
     assert policy.saved_s == pytest.approx(debt_s, abs=0.1)
 
 
@@ -725,7 +722,7 @@ def test_a_large_batch_is_counted_in_parts() -> None:
     rids = [str(i) for i in range(40)]
     reviews, counted = list[object](), list[int]()
     for _ in range(6):
-        decision = policy.decide(rids, QUIET)
+        decision = policy.decide(rids)
         policy.observe(rids, decision, [decision.width - 1] * 40)
         reviews.append(policy.review)
         counted.append(sum(own.counts[0][0] > 0 for own in policy.acceptance.of_request.values()))
@@ -751,7 +748,7 @@ def test_observations_affect_the_next_steps() -> None:
     policy = Adaptive(WIDTHS, step_cost((1.0, 1.6, 2.4, 4.0)))
     chosen = []
     for _ in range(SETTLE // 2):
-        decision = policy.decide(["a"], QUIET)
+        decision = policy.decide(["a"])
         chosen.append(decision.width)
         policy.observe(["a"], decision, [0])
     assert chosen[0] == 8
@@ -764,7 +761,7 @@ def test_costs_are_learned_from_steps_without_drafts() -> None:
     policy.drafted.add("a")
     chosen = []
     for _ in range(40 * SETTLE):
-        chosen.append(policy.decide(["a"], QUIET).width)
+        chosen.append(policy.decide(["a"]).width)
         policy.cost.observe(1, chosen[-1], 100.0 if chosen[-1] == 1 else 10.0)
     assert set(chosen[:2]) == {1}
     assert chosen[-1] == 8
@@ -795,7 +792,7 @@ def clustered(policy: Adaptive, n_tokens: int, seconds_W: Sequence[float]) -> tu
     """
     seconds, place, hard_until, widths = 0.0, 0, 0, Counter[int]()
     while place < n_tokens:
-        decision = policy.decide(["a"], QUIET)
+        decision = policy.decide(["a"])
         width = decision.width
         n_accepted = width - 1 if place >= hard_until else 0
         policy.observe(["a"], decision, [n_accepted])
@@ -848,7 +845,7 @@ def test_exploring_drafts_do_not_rest() -> None:
 def test_a_rested_draft_commits_no_more_than_its_width() -> None:
     """On average all seven drafts are accepted. After a rest 1.5 times as many are expected, limited to seven."""
     policy = rhythmic(range(1, N + 1))
-    drafts = {decision for decision in (policy.decide(["a"], QUIET) for _ in range(3000)) if decision.width > 1}
+    drafts = {decision for decision in (policy.decide(["a"]) for _ in range(3000)) if decision.width > 1}
     assert drafts == {Decision(8, 8.0, 7.0, rested=True), Decision(8, 1 + 7 / 2, 7.0, rested=False)}
     seen = list[tuple[float, float]]()
     policy.rhythm.observe = lambda rested, accepted, expected: seen.append((accepted, expected))
@@ -863,5 +860,5 @@ def test_exploring_drafts_are_rested_where_nothing_is_drafted() -> None:
     So only looks draft, and they expect the acceptance after a rest.
     """
     policy = rhythmic([1, *[1.4] * D])
-    (look,) = {decision for decision in (policy.decide(["a"], QUIET) for _ in range(1000)) if decision.width > 1}
+    (look,) = {decision for decision in (policy.decide(["a"]) for _ in range(1000)) if decision.width > 1}
     assert look == (8, pytest.approx(1.6), pytest.approx(0.4), True)
