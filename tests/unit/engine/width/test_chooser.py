@@ -159,7 +159,7 @@ def test_a_step_is_timed_between_steps_of_other_widths(host_computes: bool, over
 
 
 def test_a_cpu_times_each_step_that_a_step_follows() -> None:
-    """Of three steps between two prompts the first two are timed."""
+    """Two of the three steps between two prompts are timed: the last one is followed by a prompt."""
     loop = Loop([PROMPT, (2, 4), (2, 8), (2, 1)] * 3, overlap=True, host_computes=True)
     assert {width for _, width, _ in loop.policy.cost.timed} == {4, 8}
     assert len(loop.policy.cost.timed) >= 5
