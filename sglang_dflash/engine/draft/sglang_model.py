@@ -142,9 +142,8 @@ class DFlashDraftModel(nn.Module):
             [DraftLayer(fields, i, rotary, quant_config) for i in range(fields.num_hidden_layers)]
         )
         self.norm = RMSNorm(hidden, eps=eps)
-        self.fc = ReplicatedLinear(
-            n_captured * hidden, hidden, bias=False
-        )  # a linear layer of SGLang's, which packs its weight on a CPU
+        # A linear layer of SGLang's, because only the weights of such layers are packed on a CPU.
+        self.fc = ReplicatedLinear(n_captured * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps=eps)
         self.aux_hidden_norms = nn.ModuleList(
             [RMSNorm(hidden, eps=eps) for _ in range(n_captured if fields.norms_features else 0)]

@@ -114,6 +114,7 @@ class Acceptance:
         self.weight, self.all_weight = 1.0, 1.0  # weights of a new observation, see `Counts`
         self.nothing = [(0.0, 0.0)] * n_drafts
         self.batch, self.of_request = self.nothing[:], dict[str, Own]()
+        self.unseen = Own(self.nothing)  # stands for a request without an observed step
         self.new = Levels(Level(NEW_FIRST_PRIOR, NEW_DECAY), Level(NEW_FURTHER_PRIOR, NEW_DECAY))
         self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # 1.0 at first, so that every width is tried
 
@@ -177,10 +178,10 @@ class Acceptance:
     def expected(self, rids: Sequence[str]) -> list[float]:
         """Return the expected number of committed tokens per request, at each width from 0 to the largest."""
         all_D, new = self._of_all(), self.new.odds()
-        total_D, unknown = [0.0] * len(all_D), Own(self.nothing)
+        total_D = [0.0] * len(all_D)
         for rid in rids:
             survival = 1.0
-            for i, p in enumerate(self._of_one(self.of_request.get(rid, unknown), all_D, new)):
+            for i, p in enumerate(self._of_one(self.of_request.get(rid, self.unseen), all_D, new)):
                 survival *= p
                 total_D[i] += survival
         return [0.0, *accumulate((total / len(rids) for total in total_D), initial=1.0)]

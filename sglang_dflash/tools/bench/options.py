@@ -142,7 +142,7 @@ def parse(
 def _parser() -> Parser:
     parser = Parser(
         prog="sglang-dflash bench",
-        allow_abbrev=False,  # reports have the command line, without a whole --api-key only
+        allow_abbrev=False,  # `without_key` would leave an abbreviated --api-key in the report
         usage="%(prog)s (--base-url [NAME=]URL ... | --serve | --backend transformers | --preset NAME) [options] "
         "[-- SERVER FLAGS]",
         description="Measure tokens per second, latencies and acceptance, with and without speculation.",
