@@ -266,7 +266,7 @@ def run_tiny(args: argparse.Namespace) -> None:
     else:
         make_pair(args.out, args.kind, seed=args.seed, target_recipe=target_recipe, draft_recipe=draft_recipe)
     for row in measure(*load_pair(args.out, second=args.dflash2), make_tokenizer()):
-        print(f"{row.task:16} {row.mean_committed:6.2f} acceptance length over {row.n_steps} steps")
+        print(f"{row.task:16} acceptance length {row.mean_committed:6.2f} over {row.n_steps} steps")
 
 
 RUNS = {
