@@ -4,6 +4,8 @@ SGLang's backends and graph runners read the number of tokens per request from S
 created. So they are created for each width, with this width in the configuration. All widths share weights and memory
 pools. They also share the scratch memory of attention kernels and the index buffers of graphs (`index_buffers.py`),
 because forwards run one after another.
+
+Width 1 decodes: its graphs are those that SGLang captures without speculation, and they return the features as well.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import nn
 
 from sglang_dflash.engine.stages.index_buffers import share_buffers
@@ -160,7 +163,8 @@ def _build_engine(runner: ModelRunner, state: State, width: int, widest: WidthEn
         graphs, captured = None, widest.graphs
         if captured is not None:
             share_buffers(backend, widest.backend)
-            with capturing(fewer(captured.capture_bs, width)), without_hooks(runner.model):
+            capture = capturing(fewer(captured.capture_bs, width))
+            with capture, without_hooks(runner.model), decoding(runner) if state.decodes else nullcontext():
                 graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
     return WidthEngine(backend, graphs, state, routing_of(runner))
 
@@ -190,6 +194,21 @@ def capturing(sizes: list[int]) -> Iterator[None]:
     decode = dataclasses.replace(config.decode, bs=sizes)
     with get_exec().graph.override(cuda_graph_config=dataclasses.replace(config, decode=decode)):
         yield
+
+
+@contextmanager
+def decoding(runner: ModelRunner) -> Iterator[None]:
+    """Let graph runners that are built inside this context capture decode steps that return all features.
+
+    Their graphs do not copy recurrent states to track slots, because `InPlaceState.commit` does.
+    """
+    algorithm, runner.spec_algorithm = runner.spec_algorithm, SpeculativeAlgorithm.NONE
+    features, mamba = get_exec().features, get_exec().mamba
+    try:
+        with features.override(return_hidden_states_mode="full"), mamba.override(enable_mamba_extra_buffer=False):
+            yield
+    finally:
+        runner.spec_algorithm = algorithm
 
 
 @contextmanager

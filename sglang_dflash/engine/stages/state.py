@@ -8,16 +8,15 @@ contribution (fold).
 Tracking: if the number of tokens that a state has read is a multiple of the track interval, the state is copied to the
 request's track slot, a second state slot. The prefix cache can resume from this copy.
 
-In a block of one token nothing can be rejected. So with fold, the target decodes this token as without speculation, and
-updates its state in place.
+In a block of one token nothing can be rejected. So the target decodes this token as without speculation, and updates
+its states in place. `State.decodes` names the exceptions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
@@ -29,7 +28,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 from sglang_dflash_kernels.accept import Accepted
@@ -43,7 +42,14 @@ from sglang_dflash.flags import GdnState
 
 
 class State(Protocol):
-    """Interface of the objects that advance the target's recurrent states after blocks of one width."""
+    """Interface of the objects that advance the target's recurrent states after blocks of one width.
+
+    Attributes:
+        decodes: the blocks have one token, and the target decodes this token instead of verifying it. With snapshots
+            it is false, because SGLang's commit needs what a verify stores. See also `has_short_windows`.
+    """
+
+    decodes: bool
 
     def attach(self, backend: AttentionBackend) -> None:
         """Prepare `backend` before its first verify. Called once for each of the target's attention backends."""
@@ -59,6 +65,9 @@ class State(Protocol):
 class NoState:
     """`State` of attention-only targets, and of servers that never verify."""
 
+    def __init__(self, *, decodes: bool = False) -> None:
+        self.decodes = decodes
+
     def attach(self, backend: AttentionBackend) -> None:
         """Do nothing."""
         return
@@ -70,6 +79,8 @@ class NoState:
 
 class SnapshotState:
     """`State` with snapshots: verify stores a state per token, commit keeps the state after the last kept row."""
+
+    decodes = False
 
     def __init__(self, worker: TpModelWorker) -> None:
         self.worker = worker
@@ -100,6 +111,8 @@ class FoldState:
     On a GPU a commit has two launches for any number of layers. The first folds the records, and copies tracked states
     into track slots. The second is SGLang's copy of the windows. If they are not bf16, this copy has several launches.
     """
+
+    decodes = False
 
     def __init__(self, worker: TpModelWorker) -> None:
         self.runner = worker.model_runner
@@ -133,10 +146,12 @@ class FoldState:
 
 
 class InPlaceState:
-    """`State` for blocks of one token. Verify decodes, which advances the state. Commit only copies to track slots.
+    """`State` for blocks of one token. Decoding has advanced the states. Commit only copies them to track slots.
 
     `FoldState` would be slower, because it writes records, and reads all states a second time.
     """
+
+    decodes = True
 
     def __init__(self, worker: TpModelWorker) -> None:
         self.runner = worker.model_runner
@@ -144,12 +159,8 @@ class InPlaceState:
         self.pools = cache.conv[0], cache.temporal
 
     def attach(self, backend: AttentionBackend) -> None:
-        """Make the backend decode instead of verify."""
-        linear = gdn_backend(backend)
-        linear.forward_extend = decoding_one_token(linear)  # type: ignore[method-assign]
-        # With this attribute Qwen3.5 passes packed projections in a verify. Decode unpacks and convolves them in one
-        # launch.
-        linear.supports_packed_verify = True  # type: ignore[attr-defined]
+        """Do nothing, because SGLang's decoding updates the states."""
+        return
 
     def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
         """Copy a request's state to its track slot if the request's length is now a multiple of the track interval."""
@@ -163,20 +174,6 @@ class InPlaceState:
             backend._translate_mamba_indices(batch.mamba_track_indices),
             plan.n_requests,
         )
-
-
-def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., Any]:
-    """Return a `forward_extend` for `backend` that runs `forward_decode` for a verify, and is unchanged for prompts.
-
-    For a verify it returns the result of `forward_decode`: the outputs, and the gates z if projections were packed.
-    """
-    extend, decode = backend.forward_extend, backend.forward_decode
-
-    def forward_extend(*, forward_batch: ForwardBatch, **others: Any) -> torch.Tensor:
-        forward = decode if forward_batch.forward_mode.is_target_verify() else extend
-        return forward(forward_batch=forward_batch, **others)
-
-    return forward_extend
 
 
 class RecordingVerify:
@@ -255,8 +252,9 @@ def make_state(worker: TpModelWorker, kind: GdnState | None, width: int) -> Stat
         NotSupported: `kind` is FOLD, and the target has states that a fold does not advance. Or `kind` is FOLD, `width`
             is above 1, and the target's pool is not a `RecordPool`.
     """
+    decodes = width == 1 and not has_short_windows(worker.model_runner)
     if kind is None:
-        return NoState()
+        return NoState(decodes=decodes)
     if kind is GdnState.SNAPSHOT:
         return SnapshotState(worker)
     pools = worker.model_runner.req_to_token_pool
@@ -265,4 +263,13 @@ def make_state(worker: TpModelWorker, kind: GdnState | None, width: int) -> Stat
             "SGLANG_DFLASH_GDN_STATE=fold does not advance the states of the target's per-layer embeddings; "
             "set SGLANG_DFLASH_GDN_STATE=snapshot"
         )
-    return InPlaceState(worker) if width == 1 else FoldState(worker)
+    return InPlaceState(worker) if decodes else FoldState(worker)
+
+
+def has_short_windows(runner: ModelRunner) -> bool:
+    """Return whether SGLang decodes with shorter sliding windows than it verifies.
+
+    SGLang's Triton backend decodes with windows that are one token too short (`update_sliding_window_buffer`). If one
+    width decoded, answers would depend on the widths of a request's steps.
+    """
+    return runner.decode_attention_backend_str == "triton" and runner.sliding_window_size is not None

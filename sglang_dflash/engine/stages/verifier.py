@@ -9,7 +9,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree
@@ -106,11 +107,26 @@ class Verifier:
         )
         # Without `defer_metadata_init`, attention would be planned twice, because the forward plans it too.
         forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
-        run = self.forward(forward_batch)
+        run = self.run(forward_batch, plan.width)
         output = run.logits_output
         features_TC, output.hidden_states = output.hidden_states, self.hidden_states.copied(batch, output)
         return Target(run, features_TC, tree)
 
+    def run(self, batch: ForwardBatch, width: int) -> ModelRunnerOutput:
+        """Run the target's forward over blocks of `width` tokens. Call this after `use(width)`."""
+        if self.engines[width].state.decodes:
+            decode_instead(batch)
+        return self.forward(batch)
+
     def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
         """Advance each request's recurrent states by its kept rows."""
         self.engines[plan.width].state.commit(batch, plan, accepted)
+
+
+def decode_instead(batch: ForwardBatch) -> None:
+    """Turn a verify of one token per request into a decode step, which runs SGLang's kernels for decoding.
+
+    In a decode step `seq_lens` includes the token. On the host, a verify's lengths include it already.
+    """
+    batch.forward_mode, batch.spec_info = ForwardMode.DECODE, None
+    batch.seq_lens = batch.seq_lens + 1

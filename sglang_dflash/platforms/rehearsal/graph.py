@@ -17,14 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
 
 from sglang_dflash.platforms.rehearsal import cost, host, streams, watch
 from sglang_dflash.platforms.rehearsal.pool import MIB, Pool
@@ -70,6 +74,7 @@ class Graph:
         cost.require_cheap(self.nodes)
         seconds = time.perf_counter() - self._began
         logger.debug("captured %d launches in %.2f s, pool %d MiB", len(self.nodes), seconds, _pool.n_bytes // MIB)
+        logger.debug("kernels: %s", json.dumps(Counter(filter(None, map(kernel_name, self.nodes)))))
 
     def instantiate(self) -> None:
         """Do nothing, because a tape needs no instantiation."""
@@ -84,6 +89,16 @@ class Graph:
 
     def reset(self) -> None:
         self.nodes = []
+
+
+def kernel_name(node: Node) -> str | None:
+    """Return the name of the Triton kernel, or of the stand-in for a kernel, that `node` launches; None for others."""
+    match node:
+        case Node(run=OpOverload() | functools.partial()):  # a collective is partial
+            return None
+        case Node(args=[GridExecutor() as kernel, *_]):
+            return str(kernel.fn.__name__)
+    return node.run.__name__
 
 
 def _in_order() -> None:

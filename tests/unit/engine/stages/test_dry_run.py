@@ -67,8 +67,8 @@ class Recorded:
     def use(self, width: int) -> None:
         self.width = width
 
-    def forward(self, batch: Any) -> SimpleNamespace:
-        assert batch.spec_info.draft_token_num == self.width
+    def run(self, batch: Any, width: int) -> SimpleNamespace:
+        assert batch.spec_info.draft_token_num == width == self.width
         n_rows = batch.batch_size * self.width
         output = SimpleNamespace(next_token_logits=torch.zeros(n_rows, V), hidden_states=torch.ones(n_rows, 2))
         return SimpleNamespace(logits_output=output)
@@ -178,8 +178,8 @@ def test_a_dummy_request_fits_into_the_context(monkeypatch):
 def test_positions_have_three_axes_where_the_targets_do(monkeypatch):
     dry, recorded = make(monkeypatch)
     dry.runner.model_config.model_is_mrope = True
-    verified, forward = list[Any](), recorded.forward
-    recorded.forward = lambda batch: verified.append(batch) or forward(batch)
+    verified, run = list[Any](), recorded.run
+    recorded.run = lambda batch, width: verified.append(batch) or run(batch, width)
     dry.after_draft(2, BLOCK)()
     assert verified[0].mrope_positions.tolist() == [verified[0].positions.tolist()] * 3
 

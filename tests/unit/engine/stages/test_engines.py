@@ -10,7 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import nn
 
 from sglang_dflash.engine.stages import engines
@@ -168,17 +171,39 @@ def test_graphs_are_captured_with_the_state_attached(width: int, monkeypatch: py
         kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: order.append("bound")),
         model=nn.Module(),
     )
-    state = SimpleNamespace(attach=lambda to: order.append("attached"))
+    state = SimpleNamespace(attach=lambda to: order.append("attached"), decodes=width == 1)
     monkeypatch.setattr(engines, "get_spec", lambda: spec)
     monkeypatch.setattr(engines, "capturing", lambda sizes: order.append(sizes) or nullcontext())
+    monkeypatch.setattr(engines, "decoding", lambda runner: order.append("decoding") or nullcontext())
     monkeypatch.setattr(engines, "routing_of", lambda runner: {"of": "the last graphs"})
     widest = WidthEngine("the widest's backend", Graphs.__new__(Graphs), NoState(), {})
     monkeypatch.setattr(engines, "share_buffers", lambda one, other: order.append((one, other)))
     engine = engines._build_engine(runner, state, width, widest)
     shared = (backend, "the widest's backend")
-    assert order == [width, "bound", "attached", shared, [1, 2, 4], "allocated", f"captured at {width}"]
+    decoding = ["decoding"] if width == 1 else []
+    assert order == [width, "bound", "attached", shared, [1, 2, 4], *decoding, "allocated", f"captured at {width}"]
     assert (engine.backend, engine.state, engine.routing) == (backend, state, {"of": "the last graphs"})
     assert spec.speculative_num_draft_tokens == 8
+
+
+def test_decode_steps_are_captured_without_speculation_but_with_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a server without speculation, graphs copy recurrent states to track slots. Here `commit` copies them."""
+    features = SimpleNamespace(return_hidden_states_mode=None, enable_return_hidden_states=False)
+    mamba = SimpleNamespace(enable_mamba_extra_buffer=True)
+    for group in (features, mamba):
+        group.override = partial(patch.multiple, group)
+    exec_ = SimpleNamespace(features=features, mamba=mamba)
+    monkeypatch.setattr(engines, "get_exec", lambda: exec_)
+    monkeypatch.setattr(forward_batch_info, "get_exec", lambda: exec_)
+    runner: Any = SimpleNamespace(spec_algorithm=SpeculativeAlgorithm.DFLASH)
+
+    def seen() -> tuple[Any, ...]:
+        hidden_states = forward_batch_info.get_server_return_hidden_states_mode()
+        return runner.spec_algorithm, hidden_states, mamba.enable_mamba_extra_buffer
+
+    with engines.decoding(runner):
+        assert seen() == (SpeculativeAlgorithm.NONE, CaptureHiddenMode.FULL, False)
+    assert seen() == (SpeculativeAlgorithm.DFLASH, CaptureHiddenMode.NULL, True)
 
 
 @pytest.mark.parametrize("widths", [(1, 8), (1, 4)], ids=["the block", "narrower ones only"])

@@ -12,10 +12,8 @@ import torch
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
-from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
 from sglang.srt.speculative import spec_utils
 from sglang_dflash_kernels.accept import Accepted, accept_ref
 from sglang_dflash_kernels.gdn_verify import split_record
@@ -28,7 +26,6 @@ from sglang_dflash.engine.stages.state import (
     InPlaceState,
     NoState,
     SnapshotState,
-    decoding_one_token,
     make_state,
 )
 from sglang_dflash.errors import NotSupported
@@ -53,41 +50,12 @@ def test_the_interval_is_zero_without_track_slots(monkeypatch):
 
 
 class LinearBackend:
-    """Stand-in for SGLang's linear-attention backend, with the members that a block of one token uses."""
+    """Stand-in for SGLang's linear-attention backend, with the members that a commit of one token uses."""
 
     forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # 0: padding request
 
-    def forward_extend(self, *, forward_batch, layer):
-        return "prompt", layer
-
-    def forward_decode(self, *, forward_batch, layer):
-        return "decode", layer
-
     def _translate_mamba_indices(self, indices):
         return indices
-
-
-@pytest.mark.parametrize(
-    ("mode", "way"), [(ForwardMode.TARGET_VERIFY, "decode"), (ForwardMode.EXTEND, "prompt")], ids=str
-)
-def test_only_blocks_of_one_token_are_decoded(mode, way):
-    forward = decoding_one_token(LinearBackend())
-    assert forward(forward_batch=SimpleNamespace(forward_mode=mode), layer=7) == (way, 7)
-
-
-def test_only_width_1_requests_packed_projections(monkeypatch):
-    """If `supports_packed_verify` is set, Qwen3.5 passes packed projections, which only decoding (width 1) unpacks."""
-    monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
-    worker = target(make_pool(RecordPool, 1, 16))
-    asks = {}
-    for width in (16, 1, 4):  # other widths are built before and after width 1
-        backend: Any = HybridLinearAttnBackend.__new__(HybridLinearAttnBackend)
-        backend.linear_attn_backend = linear = GDNAttnBackend.__new__(GDNAttnBackend)
-        linear.kernel_dispatcher = SimpleNamespace(verify_kernel=None)
-        make_state(worker, GdnState.FOLD, width).attach(backend)
-        asks[width] = getattr(linear, "supports_packed_verify", False)
-    assert asks == {16: False, 1: True, 4: False}
-    assert "supports_packed_verify" in Qwen3_5GatedDeltaNet.forward.__code__.co_consts, "SGLang no longer reads it"
 
 
 def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
@@ -164,7 +132,8 @@ def target(pool: Any) -> Any:
     """Return a worker whose target keeps recurrent states in `pool`."""
     off = SimpleNamespace(enabled=False)
     pools = SimpleNamespace(mamba_pool=pool, short_conv_pool=off, ngram_pool=off, req_to_token=torch.zeros(5, 8))
-    return SimpleNamespace(model_runner=SimpleNamespace(req_to_token_pool=pools))
+    runner = SimpleNamespace(req_to_token_pool=pools, decode_attention_backend_str="fa3", sliding_window_size=None)
+    return SimpleNamespace(model_runner=runner)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +150,21 @@ def test_the_flag_and_width_select_the_state_class(asked, width, kind, monkeypat
     monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     worker = target(make_pool(RecordPool, 1, 4))
     assert type(make_state(worker, asked, width)) is kind
+
+
+@pytest.mark.parametrize(
+    ("width", "backend", "window", "decodes"),
+    [(1, "triton", None, True), (1, "triton", 511, False), (1, "fa3", 511, True), (4, "triton", None, False)],
+)
+def test_one_token_is_decoded_if_the_window_is_that_of_a_verify(width, backend, window, decodes, monkeypatch):
+    """SGLang's Triton backend decodes with sliding windows that are one token shorter than those of its verify."""
+    monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
+    worker = target(make_pool(RecordPool, 1, 4))
+    worker.model_runner.decode_attention_backend_str = backend
+    worker.model_runner.sliding_window_size = window
+    assert make_state(worker, None, width).decodes == decodes
+    assert type(make_state(worker, GdnState.FOLD, width)) is (InPlaceState if decodes else FoldState)
+    assert not make_state(worker, GdnState.SNAPSHOT, width).decodes
 
 
 def test_a_pool_without_records_is_refused():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash_kernels.accept import accept_ref
@@ -61,6 +61,20 @@ def test_prompts_are_read_with_sglangs_own_backend():
         assert runner.attn_backend == f"backend of {width}"
         ours.prefill(batch, not_published)
     assert seen == [OWN, OWN]
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_one_token_is_decoded_with_a_length_that_includes_it(decodes):
+    """In a verify `seq_lens` has no tokens of the block. With SGLang's verify input, decoding would be a draft's."""
+    verifier = make_verifier()
+    verifier.engines = {1: WidthEngine("backend", "graphs", NoState(decodes=decodes), {}), 4: verifier.engines[4]}
+    for width, decoded in ((1, decodes), (4, False)):
+        prefix_len_B = torch.tensor([7, 3])
+        batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, spec_info="block", seq_lens=prefix_len_B)
+        verifier.run(batch, width)
+        want = (ForwardMode.DECODE, None, [8, 4]) if decoded else (ForwardMode.TARGET_VERIFY, "block", [7, 3])
+        assert (batch.forward_mode, batch.spec_info, batch.seq_lens.tolist()) == want
+        assert prefix_len_B.tolist() == [7, 3], "the plan's own lengths stay"
 
 
 def plan_of(n_requests: int, width: int) -> Plan:
