@@ -2,7 +2,7 @@
 
 Shapes: B requests, N tokens per block (slot 0 is the anchor, slots 1..N-1 are mask tokens). SGLang's request-to-token
 table has Q rows of M KV slots, one row per request that the server can run at once.
-Cost: one launch, launch-bound: it reads BN KV slots and writes 3BN values, a few KiB.
+Cost: one launch, launch-bound: it reads BN KV slots and writes 3BN + B values, a few KiB.
 
 The anchor is committed, but its K and V are not computed yet. Its position is the first after the prefix: prefix_len.
 The scheduler reserves KV slots for the whole block before the step. Positions past the end of a table row (M and above)
@@ -27,6 +27,7 @@ class PlannedBlock(NamedTuple):
     tokens_BN: torch.Tensor  # int64, the anchor, then mask tokens
     positions_BN: torch.Tensor  # int64, prefix_len + index in the block
     slots_BN: torch.Tensor  # int64, the KV slot of each position
+    end_B: torch.Tensor  # int64, prefix_len + N: number of tokens up to the end of the block
 
 
 def plan_block_ref(
@@ -43,7 +44,7 @@ def plan_block_ref(
     tokens_BN = pad(anchor_B[:, None], (0, n_tokens - 1), value=mask_token_id)
     positions_BN = prefix_len_B[:, None] + torch.arange(n_tokens, device=anchor_B.device)
     slots_BN = req_to_token_QM[req_pool_indices_B[:, None], positions_BN.clamp(max=last)].long()
-    return PlannedBlock(tokens_BN, positions_BN, slots_BN.where(positions_BN <= last, 0))
+    return PlannedBlock(tokens_BN, positions_BN, slots_BN.where(positions_BN <= last, 0), prefix_len_B + n_tokens)
 
 
 def plan_block_torch(
@@ -61,18 +62,19 @@ def plan_block_torch(
         return plan_block_ref(*rows, req_to_token_QM, mask_token_id=mask_token_id, n_tokens=n_tokens)
     last, positions_B1 = req_to_token_QM.shape[1] - 1, prefix_len_B[:, None].clone()
     slots_B1 = req_to_token_QM[req_pool_indices_B[:, None], positions_B1.clamp(max=last)].long()
-    return PlannedBlock(anchor_B[:, None], positions_B1, slots_B1.where(positions_B1 <= last, 0))
+    return PlannedBlock(anchor_B[:, None], positions_B1, slots_B1.where(positions_B1 <= last, 0), prefix_len_B + 1)
 
 
 @triton.jit(do_not_specialize=["N", "N2"], do_not_specialize_on_alignment=["anchor", "prefix_len", "rows"])
 def _plan_block_kernel(
-    anchor, prefix_len, rows, req_to_token, tokens, positions, slots, tokens2, positions2, slots2, mask_token_id,
-    M, N, N2, BLOCK_N: tl.constexpr,
+    anchor, prefix_len, rows, req_to_token, tokens, positions, slots, end, tokens2, positions2, slots2, end2,
+    mask_token_id, M, N, N2, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of N tokens, and one of N2 to the other three tensors; N2 may be 0."""
+    """Write a block of N tokens. If N2 is not 0, write one of N2 to the other four tensors."""
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK_N)  # [N]
-    position = tl.load(prefix_len + b) + slot  # [N]
+    first = tl.load(prefix_len + b)
+    position = first + slot  # [N]
     row = req_to_token + tl.load(rows + b).to(tl.int64) * M
     kv_slot = tl.load(row + position, mask=(slot < tl.maximum(N, N2)) & (position < M), other=0)  # [N]
     token = tl.where(slot == 0, tl.load(anchor + b), mask_token_id)  # [N]
@@ -82,6 +84,8 @@ def _plan_block_kernel(
     tl.store(tokens2 + b * N2 + slot, token, mask=slot < N2)
     tl.store(positions2 + b * N2 + slot, position, mask=slot < N2)
     tl.store(slots2 + b * N2 + slot, kv_slot, mask=slot < N2)
+    tl.store(end + b, first + N)
+    tl.store(end2 + b, first + N2, mask=N2 > 0)
 
 
 def plan_block_triton(
@@ -108,16 +112,12 @@ def plan_blocks_triton(
 
 def _launch(*request: torch.Tensor, mask_token_id: int, n_tokens: Sequence[int]) -> list[PlannedBlock]:
     anchor_B, _, _, req_to_token_QM = request
-    out = [
-        PlannedBlock(*(torch.empty(len(anchor_B), n, dtype=torch.int64, device=anchor_B.device) for _ in range(3)))
-        for n in n_tokens
-    ]
-    if len(anchor_B):
+    B = len(anchor_B)
+    out = [PlannedBlock(*(anchor_B.new_empty(shape) for shape in ((B, n), (B, n), (B, n), B))) for n in n_tokens]
+    if B:
         sizes = req_to_token_QM.shape[1], n_tokens[0], n_tokens[1] if len(n_tokens) > 1 else 0
         block_n = triton.next_power_of_2(max(n_tokens))
-        _plan_block_kernel[(len(anchor_B),)](
-            *request, *out[0], *out[-1], mask_token_id, *sizes, BLOCK_N=block_n, num_warps=1
-        )
+        _plan_block_kernel[(B,)](*request, *out[0], *out[-1], mask_token_id, *sizes, BLOCK_N=block_n, num_warps=1)
     return out
 
 

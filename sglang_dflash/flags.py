@@ -35,7 +35,7 @@ class GdnState(StrEnum):
 class Rehearse(NamedTuple):
     """GPU that is emulated on a CPU, if any, and the extent of the emulation."""
 
-    gpu: str = ""  # compute capability, "sm90" or "sm100"; "": no emulation
+    gpu: str = ""  # compute capability, such as "sm90"; "": no emulation
     kernels: bool = False  # run Triton kernels in Triton's interpreter, instead of the CPU forms of the ops
     streams: bool = False  # raise on data races between two streams, or between a stream and the host
 
@@ -172,9 +172,9 @@ FLAGS = (
     Flag(
         "SGLANG_DFLASH_REHEARSE",
         "off",
-        ("off", "1", "sm90", "sm100"),
+        ("off", "1", "sm80", "sm89", "sm90", "sm100", "sm120"),
         "[GPU emulation](rehearsal.md) on a CPU, for tests. `1` is sm90.",
-        pattern="(1|sm90|sm100)(,kernels|,streams|,kernels,streams)",
+        pattern="(1|sm80|sm89|sm90|sm100|sm120)(,kernels|,streams|,kernels,streams)",
         form="a GPU with options",
         example="sm90,kernels,streams",
     ),

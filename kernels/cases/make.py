@@ -36,7 +36,7 @@ def plan_block_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
     def check() -> None:
         assert_equal(launch(), plan_block_ref(*args, mask_token_id=sizes.n_vocab - 1, n_tokens=N))
 
-    return Case("plan_block", f"B={B} N={N}", B * 24 + B * N * (4 + 24), launch, check)
+    return Case("plan_block", f"B={B} N={N}", B * 32 + B * N * (4 + 24), launch, check)
 
 
 def accept_case(B: int, N: int, sizes: Sizes, device: str) -> Case:

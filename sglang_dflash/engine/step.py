@@ -22,7 +22,8 @@ class Block(NamedTuple):
     tokens_BN: torch.Tensor  # int64, slot 0 the anchor, the rest mask tokens
     positions_BN: torch.Tensor  # int64, absolute
     slots_BN: torch.Tensor  # int64, KV slots in the target's pool
-    # Upper bound of each request's prefix_len + N, for attention backends that plan on the host. If a backend needs
+    end_B: torch.Tensor  # int64, prefix_len + N
+    # Upper bound of `end_B` on the host, for attention backends that plan on the host. If a backend needs
     # exact lengths, the bound is exact. Otherwise it is computed from the KV slots that the scheduler has reserved, so
     # no length is copied from the device.
     bound_B_cpu: torch.Tensor

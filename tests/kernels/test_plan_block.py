@@ -30,6 +30,7 @@ def test_hand_worked_block():
         tokens_BN=torch.tensor([[7, MASK, MASK], [8, MASK, MASK]]),
         positions_BN=torch.tensor([[2, 3, 4], [4, 5, 6]]),
         slots_BN=torch.tensor([[22, 23, 24], [14, 15, 0]]),  # request 2 has positions 0..5; 6 gets KV slot 0
+        end_B=torch.tensor([5, 7]),
     )
     assert_same(got, want)
 
@@ -44,6 +45,7 @@ def test_definition_is_the_sequential_one(data):
     anchor_B = torch.arange(len(requests)) + 5
     got = plan_block_ref(anchor_B, prefix_lens, rows, req_to_token, mask_token_id=MASK, n_tokens=n_tokens)
     assert got.tokens_BN.shape == (len(requests), n_tokens)
+    assert got.end_B.tolist() == [prefix_len + n_tokens for _, prefix_len in requests]
     for b, (row, prefix_len) in enumerate(requests):
         for slot in range(n_tokens):
             position = prefix_len + slot

@@ -74,7 +74,7 @@ KERNELS = {
     name: vars(import_module(f"sglang_dflash_kernels.{name}"))[f"_{name}_kernel"] for name in specialisations.KERNELS
 }
 REGISTERS = {
-    "plan_block": 32, "accept": 32, "penalise": 48, "append_context": 40, "gdn_verify": 192, "gdn_fold": 104,
+    "plan_block": 40, "accept": 32, "penalise": 48, "append_context": 40, "gdn_verify": 192, "gdn_fold": 104,
     "block_conv": 80, "select_path": 80,
     "copy_draft": 96, "weigh_copies": 56,  # 96 registers: five copy_draft programs of 4 warps fit on a multiprocessor
 }  # fmt: skip

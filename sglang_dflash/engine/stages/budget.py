@@ -8,7 +8,7 @@ code and not measured, and the limit in the emulation. The limit is higher if SG
 several operations. Examples are filling a graph's inputs, norms, and the windows of a convolution.
 
     stage      GPU  launches on a GPU
-    plan         1  tokens, positions and KV slots of the block, and of the verified part if its width differs
+    plan         1  tokens, positions, KV slots and end of the block, and of the verified part if its width differs
     catch_up     4  the launches of append, only after steps without drafts
     draft        4  the graph's inputs, attention metadata, the graph, a copy of its drafts
     copy         1  the search, the copy and the write to the history

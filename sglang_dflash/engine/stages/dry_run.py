@@ -141,7 +141,7 @@ class DryRun:
             without_adapters(self.runner, forward_batch)
             stages.verifier.ranks.assume_equal_batches(forward_batch)
             seen.kv.bind(forward_batch, self.runner.kv_index_translator)
-            output = stages.verifier.run(forward_batch, width).logits_output
+            output = stages.verifier.run(forward_batch, plan).logits_output
             logits_TV, features_TC = output.next_token_logits, output.hidden_states
             copied = stages.copier.copy(plan, plan.verified.tokens_BN)
             target_BN = stages.choice.logits.likeliest(logits_TV).view(copied.tokens_BN.shape)

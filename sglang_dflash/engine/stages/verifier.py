@@ -107,26 +107,21 @@ class Verifier:
         )
         # Without `defer_metadata_init`, attention would be planned twice, because the forward plans it too.
         forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
-        run = self.run(forward_batch, plan.width)
+        run = self.run(forward_batch, plan)
         output = run.logits_output
         features_TC, output.hidden_states = output.hidden_states, self.hidden_states.copied(batch, output)
         return Target(run, features_TC, tree)
 
-    def run(self, batch: ForwardBatch, width: int) -> ModelRunnerOutput:
-        """Run the target's forward over blocks of `width` tokens. Call this after `use(width)`."""
-        if self.engines[width].state.decodes:
-            decode_instead(batch)
+    def run(self, batch: ForwardBatch, plan: Plan) -> ModelRunnerOutput:
+        """Run the target's forward over the plan's blocks. Call this after `use(plan.width)`.
+
+        If the blocks of one token are decoded, turn the verify into a decode step, which runs SGLang's kernels for
+        decoding. In a decode step `seq_lens` includes the token. On the host, a verify's lengths include it already.
+        """
+        if self.engines[plan.width].state.decodes:
+            batch.forward_mode, batch.spec_info, batch.seq_lens = ForwardMode.DECODE, None, plan.verified.end_B
         return self.forward(batch)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:
         """Advance each request's recurrent states by its kept rows."""
         self.engines[plan.width].state.commit(batch, plan, accepted)
-
-
-def decode_instead(batch: ForwardBatch) -> None:
-    """Turn a verify of one token per request into a decode step, which runs SGLang's kernels for decoding.
-
-    In a decode step `seq_lens` includes the token. On the host, a verify's lengths include it already.
-    """
-    batch.forward_mode, batch.spec_info = ForwardMode.DECODE, None
-    batch.seq_lens = batch.seq_lens + 1

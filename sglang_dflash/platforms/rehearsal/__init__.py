@@ -1,8 +1,9 @@
 """GPU emulation on a CPU (rehearsal): a GPU server's code paths, run on a CPU.
 
-`SGLANG_DFLASH_REHEARSE=sm90` (or `sm100`) selects this platform instead of the CPU platform. SGLang's own graph runners
-then capture and replay the draft, and the target's verify at every width. SGLang's own attention backends (fa3, fa4,
-flashinfer, triton, trtllm_mha) plan and run. Triton kernels without a torch form run in Triton's interpreter.
+`SGLANG_DFLASH_REHEARSE=sm90` (or another of `capability.GPUS`) selects this platform instead of the CPU platform.
+SGLang's own graph runners then capture and replay the draft, and the target's verify at every width. SGLang's own
+attention backends (fa3, fa4, flashinfer, triton, trtllm_mha) plan and run. Triton kernels without a torch form run in
+Triton's interpreter.
 
 Options follow the GPU, as in `sm90,kernels,streams`. With `kernels` all Triton kernels of this plugin run in the
 interpreter too. With `streams` CUDA's streams are emulated. The emulation is exact, but slow.

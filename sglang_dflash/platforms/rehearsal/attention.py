@@ -139,6 +139,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: torch.Tensor | None = None,
     scheduler_metadata: torch.Tensor | None = None,
     num_splits: int = 0,
+    max_seqlen_k: int | None = None,
     ver: int = 3,
     **others: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -149,6 +150,7 @@ def flash_attn_with_kvcache(
     """
     refuse("flash_attn_with_kvcache", others)
     require_int32(page_table=page_table, cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q)
+    assert max_seqlen_k is None or max_seqlen_k >= int(cache_seqlens.max()), f"{cache_seqlens} above {max_seqlen_k}"
     assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1, "q, K and V need a last stride of 1"
     paged = Paged(page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q)
     if qv is not None:

@@ -25,7 +25,13 @@ class Gpu(NamedTuple):
     n_processors: int
 
 
-GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148)}
+GPUS = {
+    "sm80": Gpu((8, 0), 108),
+    "sm89": Gpu((8, 9), 142),
+    "sm90": Gpu((9, 0), 132),
+    "sm100": Gpu((10, 0), 148),
+    "sm120": Gpu((12, 0), 188),
+}
 
 _ATTENTION = "sglang.srt.layers.attention."
 _RULES = "sglang.srt.arg_groups.attention_hook"
@@ -43,8 +49,8 @@ def facts() -> dict[str, Any]:
         "is_sm90": major == 9,
         "is_sm100": major == 10,
         "is_sm100_or_sm110": major == 10,
-        "is_sm120": False,
-        "is_blackwell": major == 10,
+        "is_sm120": major == 12,
+        "is_blackwell": major >= 10,
         "device_capability": gpu.capability,
         "device_sm": 10 * major + minor,
         "has_flashinfer": True,

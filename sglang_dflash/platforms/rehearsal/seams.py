@@ -116,7 +116,7 @@ def attention() -> None:
 
     launches = {
         _KERNELS + f"attention.{module}.{fn.__name__}": graph.launch(fn)
-        for module in ("flash_attention", "flash_attention_v4")
+        for module in ("flash_attention", "flash_attention_v4", "flash_attention_v4_sm120")
         for fn in (definitions.flash_attn_with_kvcache, definitions.flash_attn_varlen_func)
     }
     install.install(launches)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from sglang_dflash.engine.draft.record import FULL, SLIDING
 from sglang_dflash.pairs.tiny.pairs import Arm
+from sglang_dflash.tools import recipe
 from tests.server.lib.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, TWO_NODES, window
 from tests.tools.parameters import REQUEST_FLAGS
 
@@ -38,6 +39,16 @@ FA3, FA4, TRTLLM, TRITON = map(attention, ("fa3", "fa4", "trtllm_mha", "triton")
 FLASHINFER = attention("flashinfer", draft="flashinfer")  # a draft with sliding layers would get another backend
 TRTLLM_BOTH = attention("trtllm_mha", draft="trtllm_mha")
 SM90_WIDTHS, SM100_WIDTHS = SM90 + RANDOM_WIDTHS, SM100 + RANDOM_WIDTHS
+
+
+OF_THE_PAIR = ("--model-path", "--speculative-draft-model-path", "--speculative-num-draft-tokens", "--tp-size")
+
+
+def on_card(name: str, card: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Return the flags of a recipe for a card, except those of its models, and the variable that emulates the card."""
+    flags = recipe.flags_on(recipe.RECIPES[name], card)
+    words = [word for flag in flags if flag.name not in OF_THE_PAIR for word in flag.words]
+    return (*words, *GRAPHS), (("SGLANG_DFLASH_REHEARSE", recipe.CARDS[card].device),)
 
 
 class Rehearsal(NamedTuple):
@@ -148,5 +159,14 @@ REHEARSALS = {
         (*FA3, *GRAPHS, *TRACK), STREAMS + RANDOM_WIDTHS, knows_steps=False, n_prompts=8
     ),
     "fa3-graphs-streams-window": Rehearsal((*FA3, *GRAPHS, *TRACK, *window(64)), STREAMS, draft_window=64, n_prompts=8),
+    # Commands that `sglang-dflash recipe` prints for cards that people own.
+    "a100-80-hybrid": Rehearsal(*on_card("qwen3.6-27b", "a100-80")),
+    "rtx3090-dense": Rehearsal(*on_card("qwen3-8b", "rtx3090"), target="dense"),
+    "rtx4090-hybrid": Rehearsal(*on_card("qwen3.6-27b-fp8", "rtx4090"), full=False),
+    "l40s-dense-sliding": Rehearsal(*on_card("qwen3-8b", "l40s"), target="dense", draft_layers=(SLIDING, FULL)),
+    "rtx5090-hybrid": Rehearsal(*on_card("qwen3.6-27b-nvfp4", "rtx5090")),
+    "rtx-pro-6000-dense-sliding": Rehearsal(
+        *on_card("qwen3-8b", "rtx-pro-6000"), target="dense", draft_layers=(SLIDING, FULL)
+    ),
     "fa3-graphs-stock": Rehearsal((*FA3, *BREAKABLE), arm=Arm.STOCK),
 }  # fmt: skip

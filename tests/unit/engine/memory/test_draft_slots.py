@@ -74,7 +74,8 @@ class World:
         # The host's bound is the exact length if the backend needs it, else the scheduler's reservation, which may be
         # larger.
         bound_B = prefix_len_B + self.block * (1 if self.exact else self.random.randint(1, 2))
-        block = Block(positions_BN, positions_BN, positions_BN, bound_B, int(bound_B.sum()), kv=None)
+        end_B = prefix_len_B + self.block
+        block = Block(positions_BN, positions_BN, positions_BN, end_B, bound_B, int(bound_B.sum()), kv=None)
         plan = Plan(block, block, prefix_len_B, torch.tensor(rows), torch.tensor(rows))
         seen = self.ring.seen(plan, block)
         assert seen.bound_sum == int(seen.bound_B_cpu.sum())

@@ -111,7 +111,8 @@ def chosen(choice: Choice, batch: Any, logits_BNV, prefix_lens, tokens_BN=None, 
     tokens_BN = torch.zeros(logits_BNV.shape[:2], dtype=torch.int64) if tokens_BN is None else tokens_BN
     prefix_len_B = torch.tensor(prefix_lens)
     nothing = None
-    block = Block(tokens_BN, prefix_len_B[:, None] + torch.arange(tokens_BN.shape[1]), nothing, nothing, 0, nothing)
+    positions_BN = prefix_len_B[:, None] + torch.arange(tokens_BN.shape[1])
+    block = Block(tokens_BN, positions_BN, nothing, nothing, nothing, 0, nothing)
     plan = Plan(nothing, block, prefix_len_B, nothing, nothing)
     batch.output = LogitsProcessorOutput(next_token_logits=logits_BNV.flatten(0, 1))
     run = SimpleNamespace(logits_output=batch.output)

@@ -67,8 +67,8 @@ class Recorded:
     def use(self, width: int) -> None:
         self.width = width
 
-    def run(self, batch: Any, width: int) -> SimpleNamespace:
-        assert batch.spec_info.draft_token_num == width == self.width
+    def run(self, batch: Any, plan: Plan) -> SimpleNamespace:
+        assert batch.spec_info.draft_token_num == plan.width == self.width
         n_rows = batch.batch_size * self.width
         output = SimpleNamespace(next_token_logits=torch.zeros(n_rows, V), hidden_states=torch.ones(n_rows, 2))
         return SimpleNamespace(logits_output=output)
@@ -98,7 +98,7 @@ class Recorded:
     def place(self, anchor_B: torch.Tensor, width: int, **others: Any) -> Plan:
         zeros_BN = torch.zeros(len(anchor_B), width, dtype=torch.int64)
         kv = SimpleNamespace(bind=lambda batch, translator: None)
-        block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(len(anchor_B)), 0, kv)
+        block = Block(zeros_BN, zeros_BN, zeros_BN, anchor_B, torch.zeros(len(anchor_B)), 0, kv)
         del others["bound_B_cpu"]
         return Plan(None if width == 1 else block, block, **others)
 
@@ -179,7 +179,7 @@ def test_positions_have_three_axes_where_the_targets_do(monkeypatch):
     dry, recorded = make(monkeypatch)
     dry.runner.model_config.model_is_mrope = True
     verified, run = list[Any](), recorded.run
-    recorded.run = lambda batch, width: verified.append(batch) or run(batch, width)
+    recorded.run = lambda batch, plan: verified.append(batch) or run(batch, plan)
     dry.after_draft(2, BLOCK)()
     assert verified[0].mrope_positions.tolist() == [verified[0].positions.tolist()] * 3
 

@@ -69,17 +69,19 @@ def test_one_token_is_decoded_with_a_length_that_includes_it(decodes):
     verifier = make_verifier()
     verifier.engines = {1: WidthEngine("backend", "graphs", NoState(decodes=decodes), {}), 4: verifier.engines[4]}
     for width, decoded in ((1, decodes), (4, False)):
-        prefix_len_B = torch.tensor([7, 3])
-        batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, spec_info="block", seq_lens=prefix_len_B)
-        verifier.run(batch, width)
-        want = (ForwardMode.DECODE, None, [8, 4]) if decoded else (ForwardMode.TARGET_VERIFY, "block", [7, 3])
+        plan = plan_of(2, width)
+        batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, spec_info="block", seq_lens=plan.prefix_len_B)
+        verifier.run(batch, plan)
+        want = ForwardMode.DECODE, None, [1, 1]
+        if not decoded:
+            want = ForwardMode.TARGET_VERIFY, "block", [0, 0]
         assert (batch.forward_mode, batch.spec_info, batch.seq_lens.tolist()) == want
-        assert prefix_len_B.tolist() == [7, 3], "the plan's own lengths stay"
 
 
 def plan_of(n_requests: int, width: int) -> Plan:
     zeros_BN = torch.zeros(n_requests, width, dtype=torch.int64)
-    block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(n_requests), 0, kv=None)
+    end_B = torch.full((n_requests,), width)
+    block = Block(zeros_BN, zeros_BN, zeros_BN, end_B, end_B, 0, kv=None)
     return Plan(block, block, prefix_len_B=zeros_BN[:, 0], rows_B=zeros_BN[:, 0], rows_B_cpu=zeros_BN[:, 0])
 
 
@@ -117,9 +119,8 @@ def test_a_verify_passes_tokens_positions_and_slots(has_grammar, monkeypatch):
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
     positions_BN = torch.tensor([[7, 8, 9, 10], [20, 21, 22, 23]])
     kv: Any = object()
-    verified = Block(
-        torch.zeros_like(positions_BN), positions_BN, 100 + positions_BN, torch.tensor([11, 24]), bound_sum=35, kv=kv
-    )
+    end_B = torch.tensor([11, 24])
+    verified = Block(torch.zeros_like(positions_BN), positions_BN, 100 + positions_BN, end_B, end_B, 35, kv=kv)
     tokens_BN = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     batch: Any = SimpleNamespace(has_grammar=has_grammar, return_hidden_states=False)
     target = make_verifier().verify(batch, plan_of(2, 4)._replace(verified=verified), tokens_BN)
