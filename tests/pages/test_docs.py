@@ -278,7 +278,7 @@ def test_the_floors_of_the_kernels() -> None:
     record = 4 * record_width(H, V, G, K)
     inputs = 2 * (2 * G * K + 2 * H * V + 2 * H)
     n_bytes = {
-        "plan_block": 24 * B + 28 * B * N,
+        "plan_block": 32 * B + 28 * B * N,
         "penalise": (8 * N + 4) * B * QWEN_27B.n_vocab,
         "accept": 48 * B + 24 * B * N,
         "append_context": B * N * row,
