@@ -93,7 +93,7 @@ def keep_shards(processor: LogitsProcessor) -> None:
     """
 
     def is_verify(logits: object, hidden_states: object, head: object, metadata: LogitsMetadata) -> bool:
-        return metadata.forward_mode.is_target_verify()
+        return metadata.forward_mode.is_target_verify() or metadata.forward_mode.is_decode()
 
     def finish(shard_TV: torch.Tensor, metadata: LogitsMetadata, use_buffer: bool) -> torch.Tensor:
         """Write the shard into SGLang's logits buffer if there is one, so that all graphs share the buffer's memory."""

@@ -82,13 +82,14 @@ CAPTURED = pytest.mark.parametrize("captured", [True, False])
 VERIFY = ForwardMode.TARGET_VERIFY
 
 
+@pytest.mark.parametrize("mode", [VERIFY, ForwardMode.DECODE], ids=str)  # a step of one token is a decode step
 @CAPTURED
 @DTYPES
-def test_ranks_find_the_argmax_from_two_numbers_per_row(dtype, captured):
+def test_ranks_find_the_argmax_from_two_numbers_per_row(dtype, captured, mode):
     """The lowest id wins ties and padding never wins, as with gathered logits."""
     hidden_TH, weight_VH = hidden_and_head(dtype)
     found, group = on_ranks(
-        weight_VH, lambda one, shards: shards.likeliest(one.forward(hidden_TH, VERIFY, captured=captured))
+        weight_VH, lambda one, shards: shards.likeliest(one.forward(hidden_TH, mode, captured=captured))
     )
     whole_T = (hidden_TH @ weight_VH.T).float().argmax(dim=-1)
     assert [token_T.tolist() for token_T in found] == [whole_T.tolist()] * N_RANKS
