@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
@@ -200,12 +201,17 @@ def capturing(sizes: list[int]) -> Iterator[None]:
 def decoding(runner: ModelRunner) -> Iterator[None]:
     """Let graph runners that are built inside this context capture decode steps that return all features.
 
-    Their graphs do not copy recurrent states to track slots, because `InPlaceState.commit` does.
+    Their graphs do not copy recurrent states to track slots, because `InPlaceState.commit` does. As in all runners with
+    DFLASH, SGLang captures no planning of attention, which would repeat a host's plan.
     """
     algorithm, runner.spec_algorithm = runner.spec_algorithm, SpeculativeAlgorithm.NONE
     features, mamba = get_exec().features, get_exec().mamba
     try:
-        with features.override(return_hidden_states_mode="full"), mamba.override(enable_mamba_extra_buffer=False):
+        with (
+            features.override(return_hidden_states_mode="full"),
+            mamba.override(enable_mamba_extra_buffer=False),
+            envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.override(False),
+        ):
             yield
     finally:
         runner.spec_algorithm = algorithm

@@ -31,9 +31,17 @@ BUFFERS = (
     "_verify_mask",
     "_multi_ctas_kv_counter_buffer",  # trtllm_mha: counters that are zero before and after each launch
 )
-# Attributes of fa3, fa4 and trtllm_mha: dictionaries with page tables. TABLES: entries that are equal at all widths.
-METADATA = ("decode_cuda_graph_metadata", "target_verify_metadata", "draft_extend_metadata")
-TABLES = ("page_table", "swa_page_table", "page_table_draft_decode", "swa_page_table_draft_decode", "strided_indices")
+# Attributes that are dictionaries: of fa3, fa4 and trtllm_mha with page tables, and of flashinfer for latent attention
+# with the buffers of decode steps. TABLES: entries that are equal at all widths.
+METADATA = ("decode_cuda_graph_metadata", "target_verify_metadata", "draft_extend_metadata", "fast_decode_kwargs")
+TABLES = (
+    "page_table",
+    "swa_page_table",
+    "page_table_draft_decode",
+    "swa_page_table_draft_decode",
+    "strided_indices",
+    "kv_indices",  # the same buffer as `cuda_graph_kv_indices`
+)
 
 
 def share_buffers(backend: AttentionBackend, widest: AttentionBackend) -> None:

@@ -16,6 +16,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 # Attributes in which SGLang's LoRA backends keep the routing tensors. csgmv has the first one, triton the first two,
 # and triton_v2 the third.
 STATIC = ("cuda_graph_batch_info", "cuda_graph_sgemm_batch_info", "decode_cuda_graph_batch_info")
+SORTED = "cuda_graph_sgemm_batch_info"  # triton's routing of a decode step, in which rows are sorted by adapter
 
 Routing = Mapping[str, Any]  # by attribute name; empty without LoRA
 
@@ -42,6 +43,12 @@ def keep_buffers(runner: ModelRunner) -> None:
     """
     if runner.lora_manager is not None:
         runner.lora_manager.lora_backend._moe_cg_buffer_max_bs = None
+
+
+def route_decode_step(runner: ModelRunner, batch: ForwardBatch) -> None:
+    """Route the token rows of a decode step that SGLang has routed as a verify. Other backends route both alike."""
+    if runner.lora_manager is not None and SORTED in vars(runner.lora_manager.lora_backend):
+        runner.lora_manager.prepare_lora_batch(batch)
 
 
 def without_adapters(runner: ModelRunner, batch: ForwardBatch) -> None:

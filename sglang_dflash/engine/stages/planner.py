@@ -66,7 +66,8 @@ class Planner:
                 write_virtual=planned.slots_BN.view(-1),
                 read_extent=n_tokens,
             )
-            return Block(*planned, end_B_cpu, bound_sum=int(end_B_cpu.sum()), kv=kv)
+            tokens_BN, positions_BN, slots_BN, end_B = planned
+            return Block(tokens_BN, positions_BN, slots_BN, end_B, end_B_cpu, bound_sum=int(end_B_cpu.sum()), kv=kv)
 
         request, mask = (anchor_B, prefix_len_B, rows_B, self.req_to_token), self.mask_token_id
         if width in (1, self.n_slots):

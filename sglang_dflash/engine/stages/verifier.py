@@ -120,6 +120,7 @@ class Verifier:
         """
         if self.engines[plan.width].state.decodes:
             batch.forward_mode, batch.spec_info, batch.seq_lens = ForwardMode.DECODE, None, plan.verified.end_B
+            lora.route_decode_step(self.worker.model_runner, batch)
         return self.forward(batch)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, accepted: Accepted) -> None:

@@ -199,11 +199,13 @@ def test_decode_steps_are_captured_without_speculation_but_with_features(monkeyp
 
     def seen() -> tuple[Any, ...]:
         hidden_states = forward_batch_info.get_server_return_hidden_states_mode()
-        return runner.spec_algorithm, hidden_states, mamba.enable_mamba_extra_buffer
+        glued = engines.envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get()
+        return runner.spec_algorithm, hidden_states, mamba.enable_mamba_extra_buffer, glued
 
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     with engines.decoding(runner):
-        assert seen() == (SpeculativeAlgorithm.NONE, CaptureHiddenMode.FULL, False)
-    assert seen() == (SpeculativeAlgorithm.DFLASH, CaptureHiddenMode.NULL, True)
+        assert seen() == (SpeculativeAlgorithm.NONE, CaptureHiddenMode.FULL, False, False)
+    assert seen() == (SpeculativeAlgorithm.DFLASH, CaptureHiddenMode.NULL, True, True)
 
 
 @pytest.mark.parametrize("widths", [(1, 8), (1, 4)], ids=["the block", "narrower ones only"])

@@ -73,10 +73,22 @@ def test_a_dummy_batch_uses_no_adapters() -> None:
     assert batch.lora_ids == [None] * 3
 
 
+@pytest.mark.parametrize(("kind", "again"), [(TritonLoRABackend, True), (ChunkedSgmvLoRABackend, False)])
+def test_only_triton_routes_a_decode_step_differently(kind: type, again: bool) -> None:
+    """SGLang has routed the rows as those of a verify, for which triton leaves the sorted routing unchanged."""
+    backend, prepared = kind.__new__(kind), list[Any]()
+    backend.max_loras_per_batch, backend.device = 2, torch.device("cpu")
+    backend.init_decode_cuda_graph_batch_info(4, 1)
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(lora_backend=backend, prepare_lora_batch=prepared.append))
+    lora.route_decode_step(runner, "batch")
+    assert prepared == ["batch"] * again
+
+
 def test_without_lora_nothing_is_touched() -> None:
     runner, batch = runner_with(None), SimpleNamespace(batch_size=3, lora_ids=None)
     assert lora.routing_of(runner) == {}
     lora.use(runner, {})
     lora.keep_buffers(runner)
     lora.without_adapters(runner, batch)
+    lora.route_decode_step(runner, batch)
     assert batch.lora_ids is None

@@ -27,7 +27,11 @@ OWN = SimpleNamespace(name="SGLang's own backend"), SimpleNamespace(name="SGLang
 
 def make_verifier() -> Verifier:
     runner = SimpleNamespace(
-        attn_backend=OWN[0], decode_cuda_graph_runner=OWN[1], device="cuda", forward=lambda batch: batch
+        attn_backend=OWN[0],
+        decode_cuda_graph_runner=OWN[1],
+        device="cuda",
+        forward=lambda batch: batch,
+        lora_manager=None,
     )
     engines = {n: WidthEngine(f"backend of {n}", f"graphs of {n}", NoState(), {}) for n in (1, 4)}
     return Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), HiddenStates(), on_host=True)
