@@ -62,12 +62,22 @@ class LateRows:
         return room and self.rids == rids
 
     def add(
-        self, rids: Sequence[str], features_BC: torch.Tensor, positions_B: torch.Tensor, slots_B: torch.Tensor
+        self,
+        rids: Sequence[str],
+        rows_B: torch.Tensor,
+        features_BC: torch.Tensor,
+        positions_B: torch.Tensor,
+        slots_B: torch.Tensor,
     ) -> None:
-        """Add a step's rows, [B, C] and int64 [B]. The features are copied, because they may be a graph's buffer."""
+        """Add a step's rows, [B, C] and int64 [B]. The features are copied, because they may be a graph's buffer.
+
+        Args:
+            rids: ids of the step's requests.
+            rows_B: int64, row of each request in the request table.
+        """
         n_rows = self.n_rows
         self.features_TC[n_rows : n_rows + len(features_BC)] = features_BC
-        self.rids = rids
+        self.rids, self.rows_B = rids, rows_B
         self.positions.append(positions_B)
         self.slots.append(slots_B)
 
@@ -138,8 +148,7 @@ class ContextKV:
             return
         if not self.late.fits(rids):
             self._catch_up()
-        self.late.add(rids, features_TC, positions_T, slots_T)
-        self.late_rows_B = plan.rows_B
+        self.late.add(rids, plan.rows_B, features_TC, positions_T, slots_T)
 
     @torch.inference_mode()
     def append_prompt(self, batch: ScheduleBatch, features_TC: torch.Tensor) -> None:
@@ -179,8 +188,8 @@ class ContextKV:
         features_TC, positions_T, slots_T = self.late.take()
         last = None
         if self.keeps_last:
-            n_rows, n_requests = len(positions_T), len(self.late_rows_B)
-            last = Last(self.late_rows_B, torch.arange(n_rows - n_requests, n_rows, device=positions_T.device))
+            n_rows, rows_B = len(positions_T), self.late.rows_B
+            last = Last(rows_B, torch.arange(n_rows - len(rows_B), n_rows, device=positions_T.device))
         self._write(features_TC, positions_T, slots_T, None, last)
 
     def _write(

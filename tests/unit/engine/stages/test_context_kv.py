@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dflash.engine.stages.context_kv import LATE_ROWS, ContextKV, LateRows
+from sglang_dflash.engine.stages.stages import with_methods
 from sglang_dflash.engine.worker import DFlashWorker
 from tests.fixtures.rings import make_rings
 
@@ -142,7 +143,7 @@ def test_late_rows_stay_within_their_allotment():
     two = torch.zeros(2, dtype=torch.int64)
     for _ in range(2):
         assert late.fits(["a", "b"])
-        late.add(["a", "b"], features(2, 1), two, two)
+        late.add(["a", "b"], two, features(2, 1), two, two)
     assert not late.fits(["a", "b"])
     assert late.n_rows == 4
 
@@ -198,10 +199,16 @@ def test_deferred_writes_equal_immediate_writes(events, random):
         assert torch.equal(k[:, 0, 0], want)
 
 
-def test_the_last_kept_token_of_each_request_is_named():
-    """A LiLiCorr draft keeps its context: of a block's last kept token, of late rows' last step, and of prompts."""
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_the_last_kept_token_of_each_request_is_named(is_measured):
+    """A LiLiCorr draft keeps its context: of a block's last kept token, of late rows' last step, and of prompts.
+
+    With metrics the stage is a duplicate whose `append` is the original's.
+    """
     context, _ = make_context()
     context.keeps_last = True
+    if is_measured:
+        context = with_methods(context, append=context.append)
     rows = torch.tensor([6, 2])
     plan = step([[0, 1, 2, 3], [4, 5, 6, 7]], drafts=True)
     plan.rows_B = rows
