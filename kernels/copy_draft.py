@@ -24,8 +24,8 @@ average. If no run of SHORTEST tokens recurs, the block is unchanged.
 Shapes: B requests, N slots per block, D = N - 1 drafts per block and also number of places; text table of Q rows of M
 tokens, one row per request that the server can run at once; K classes, with two counts (2) each: gain and n.
 Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup. Copies inside a block are new here.
-Cost: one launch, or two without `scratch_S`. It reads each text once per PLACES places, at most 4M bytes per request,
-and little else: 4.2 MB for 32 requests of 32k tokens. The time does not depend on the number of matches.
+Cost: one launch, or two without `scratch_S`. It reads each text (at most 4 * M bytes) once per PLACES places, and
+little else: 4.2 MB for 32 requests of 32k tokens. The time does not depend on the number of matches.
 
 A negative token is a placeholder, e.g. for a part of an image. It matches no token and is not copied: the guess stays
 in that slot. The resulting block is written to the text table after the prefix. So the anchor and the accepted drafts
@@ -253,7 +253,7 @@ def _copy_draft_kernel(
     slot = tl.arange(0, BLOCK_N)  # [N]; place d follows slot d, so `slot` also indexes places
     # .cg skips the L1 cache, which may lack the results of other programs.
     match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")
-    tl.debug_barrier()  # every warp reads all matches, so none may be cleared before
+    tl.debug_barrier()  # every warp reads all matches, so no match may be cleared before all warps have read
     tl.store(best + slot, 0, mask=slot < N)
     length = match >> _LENGTH_BIT  # [N]
     source = tl.where(length > 0, match & _POSITION, -1)

@@ -25,7 +25,7 @@ from sglang_dflash_kernels.record import record_width
 class Kept(NamedTuple):
     """Number of tokens to keep and state slots of each request; int32 or int64.
 
-    No non-negative state slot may occur twice in `slot_B` and `track_slot_B` together.
+    Apart from negative values, all state slots in `slot_B` and `track_slot_B` together must be different.
     """
 
     slot_B: torch.Tensor  # state slot of each request; negative: a padding request, whose state is not changed

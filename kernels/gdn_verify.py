@@ -117,8 +117,8 @@ def _add_reads(q_NC, k_NC, S_VC, qS_NV, kS_NV, PARTS: tl.constexpr):
     """Return `qS_NV` + q S^T and `kS_NV` + k S^T, without rounding the factors.
 
     With PARTS > 0, S is split into a sum of PARTS bf16 numbers, the largest first. The bf16 rows are multiplied by each
-    of these numbers. A number but the last is the upper half of the bits of what is left, which takes fewer
-    instructions than rounding. Sums are exact if S is above 1e-33. With PARTS = 0, products are fp32.
+    of these numbers. Each number except the last is the upper half of the remainder's bits. To take these bits needs
+    fewer instructions than to round. Sums are exact if S is above 1e-33. With PARTS = 0, products are fp32.
     """
     if PARTS == 0:
         qS_NV = tl.dot(q_NC.to(tl.float32), tl.trans(S_VC), qS_NV, input_precision="ieee")

@@ -70,7 +70,7 @@ def _plan_block_kernel(
     anchor, prefix_len, rows, req_to_token, tokens, positions, slots, end, tokens2, positions2, slots2, end2,
     mask_token_id, M, N, N2, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of N tokens. If N2 is not 0, write one of N2 to the other four tensors."""
+    """Write a block of N tokens. If N2 is not 0, also write a block of N2 tokens to `tokens2`, ..., `end2`."""
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK_N)  # [N]
     first = tl.load(prefix_len + b)

@@ -34,7 +34,7 @@ def run(command: Sequence[str], limit_s: float, log: Path, env: dict[str, str] |
     """Run a command in a process group of its own, and write its output to `log`.
 
     Returns:
-        "status N", or "timed out". After a time-out the group gets SIGTERM, and SIGKILL at the end.
+        "status N", or "timed out". After a time-out the command gets SIGTERM. At the end its group gets SIGKILL.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:

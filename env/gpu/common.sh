@@ -32,7 +32,8 @@ fi
 export PYTHON PYTHONUNBUFFERED=1
 unset PYTHONDONTWRITEBYTECODE
 
-# Without an installed plugin: its packages as links, and metadata with the entry points of pyproject.toml.
+# If the plugin is not installed, make a folder with links to its packages and with metadata. The metadata has the entry
+# points of pyproject.toml.
 if ! "$PYTHON" -c 'import importlib.metadata as m; m.version("sglang-dflash")' 2>/dev/null; then
     "$PYTHON" env/gpu/plugin_folder.py "$WORK/plugin"
     export PYTHONPATH="$WORK/plugin${PYTHONPATH:+:$PYTHONPATH}"

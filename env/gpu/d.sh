@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Steps of one token beside decoding without speculation, by attention backend and prompt length. Writes $OUT/d.json.
+# Steps of one token compared with decoding without speculation, by attention backend and prompt length. Writes
+# $OUT/d.json.
 # shellcheck source=env/gpu/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 run rests 6 "$@"

@@ -69,7 +69,7 @@ def draft_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ..
 
 
 def write(folder: Path, *, small: bool) -> Pair:
-    """Write both models into `folder`, unless they are there, and return their folders."""
+    """Write both models' configs into `folder`, and the draft's weights if they are missing. Return both folders."""
     pair = Pair(folder / "target", folder / "draft")
     configs = target_config(small=small), draft_config(small=small)
     for path, config in zip(pair, configs, strict=True):

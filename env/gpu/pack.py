@@ -2,8 +2,8 @@
 
     python env/gpu/pack.py FOLDER
 
-FOLDER/1, FOLDER/2, ... each get a piece of the target's compressed weights, and the last one everything else. So a
-limit on the size of one copy can be met by several copies.
+FOLDER/1, FOLDER/2, ... each get a piece of the target's compressed weights, and the last one everything else. So the
+folders can be copied one by one if the size of a transfer is limited.
 """
 
 import argparse

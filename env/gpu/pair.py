@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
     tasks: int  # largest number of prompts from CARRIED
     at_once: int  # prompts per batch
     new_tokens: int  # per answer
-    enough: int  # tokens of answers that end this part early
+    enough: int  # number of answer tokens at which the part "answers" ends early
     layers: int  # of the drafts
     rows: int  # documents per training step
     anchors: int  # blocks per document
@@ -248,7 +248,7 @@ class Pair:
         sizes, name = self.sizes, f"draft{block_size}"
         folder, chosen = self.work / f"training{block_size}", self.work / f"minutes{block_size}"
         if (self.work / name).exists():
-            return write_pieces(self.work / name, self.out.path.parent)  # a kill may have left none
+            return write_pieces(self.work / name, self.out.path.parent)  # an interrupted run may have written none
         config = draft_config_for(
             self.target,
             n_layers=sizes.layers,

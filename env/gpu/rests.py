@@ -1,4 +1,4 @@
-"""Steps of one token beside decoding without speculation, at the shapes of a 27B target. `d.sh` runs this module.
+"""Steps of one token compared with decoding without speculation, for a 27B target's shapes. `d.sh` runs this module.
 
 A rest is a step of one token between drafting steps. It should cost what a step without speculation costs, also after
 a long prompt. Writes $OUT/d.json after every result. Arms: `off` is no speculation, `width 1` this plugin's worker.

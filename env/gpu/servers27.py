@@ -209,7 +209,7 @@ def end_on_first_sigterm() -> None:
 
 
 def stop(servers: Sequence[Server]) -> None:
-    """Stop servers at the same time. An error of one does not keep the others."""
+    """Stop servers at the same time. An error of one does not leave the others running."""
     if not servers:
         return
 

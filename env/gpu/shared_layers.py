@@ -49,7 +49,7 @@ def edit(module):
 
 
 def share(layer_class):
-    """Make every further layer of a class use the matrices of the first. The memory of its own is freed at once."""
+    """Make every further layer of a class use the first layer's matrices. A further layer's own are freed at once."""
     create, first = layer_class.__init__, []
 
     def create_and_share(self, *arguments, **named):

@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     n_new: int  # tokens
     passes: int
     start_s: float  # estimated seconds until all servers are ready
-    limit_s: float  # of their start
+    limit_s: float  # limit of the servers' start, in seconds
     flags: tuple[str, ...]
     hybrid_flags: tuple[str, ...]
     env: dict[str, str]
@@ -135,7 +135,7 @@ class Speeds:
         self.seconds: dict[str, float] = {}  # of the last call, by load
 
     def start(self, new: dict[str, Server]) -> None:
-        """Start all servers. One that fails is left out; without `off` answers are compared with those of the next."""
+        """Start all servers. One that fails is left out. If `off` fails, the next arm's answers are the reference."""
         self.live = dict(new)
         waves = [[new[arms.OFF], new[arms.STOCK]], [new[arms.OURS]]]
         started = servers27.bring_up(waves, self.out.clock, self.settings.limit_s)

@@ -33,7 +33,8 @@ PLACE = ("block", "backend", "prompt", "requests", "arm")  # fields of a row tha
 WARM_STEPS = 2  # of the unmeasured answers before a server's first measurement
 LOG_S = 0.3  # seconds after an answer until its last line is in the log
 ANSWER_S = 120.0  # seconds, only against hangs
-# Estimated seconds of each part. A part that does not fit is left out. Blocks: until the first round is measured.
+# Estimated seconds of each part. A part that does not fit is left out. The estimate for blocks covers the start of the
+# servers and the first round.
 ESTIMATES_S = {"blocks of 16": 170.0, "blocks of 8": 100.0, "kernels": 50.0}
 ESTIMATES_DRY_S = {"blocks of 16": 60.0, "blocks of 8": 60.0, "kernels": 30.0}
 START_S = {16: 240.0, 8: 120.0}  # limits of the servers' start

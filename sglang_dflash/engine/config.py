@@ -31,7 +31,8 @@ class DFlashConfig:
     """Immutable configuration of this process's server, read by the worker and by the hooks into SGLang.
 
     Attributes:
-        block_size: N, tokens per block: the anchor and the drafts; at most as many as the draft was trained for.
+        block_size: N, tokens per block: the anchor and the drafts. May exceed the draft's trained size, see
+            `fit.block_size`.
         widths: verify widths, in tokens per request, that a step may have, ascending; empty on a prefill-only server.
         copy: use of n-gram copies in place of a block's last drafts; OFF if this server cannot copy.
         gdn_state: method that advances the target's recurrent states; None if it has no such states or this
@@ -113,7 +114,10 @@ class DFlashConfig:
 
     @property
     def n_slots(self) -> int:
-        """Return the number of slots of a drafted block. An anchor-first draft also has a draft for the anchor's."""
+        """Return the number of slots of a drafted block.
+
+        In an anchor-first draft the anchor's slot predicts a token too, so N tokens need only N - 1 slots.
+        """
         return self.block_size - self.draft.sample_from_anchor
 
     @property

@@ -47,8 +47,8 @@ def _region(tag: str, *, restored: bool) -> AbstractContextManager[None]:
 def clear_padding(result: Any, manager: Any, request: Any) -> Any:
     """Let the padding row of the request tables refer to the padding KV slot again, after the KV cache was resumed.
 
-    A captured graph reads this row for the requests that fill its batch. SGLang writes the row only at the start, so
-    after a resume it may contain KV slots that do not exist.
+    A captured graph reads this row for the dummy requests that pad its batch. SGLang writes the row only at the start,
+    so after a resume it may contain KV slots that do not exist.
 
     Hook after `SchedulerWeightUpdaterManager.resume_memory_occupation`.
     """

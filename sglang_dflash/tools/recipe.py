@@ -2,7 +2,8 @@
 
 The command prints a launch command that can be pasted into a shell, with the reason for each flag. With `--run` it
 starts the server instead. Flags after `--` are appended to the recipe's and take precedence. The recipes are in
-`assets/recipes.toml`. For cards other than datacenter cards, flags with which a request fits are computed.
+`assets/recipes.toml`. For GPUs other than Hopper, B200 and B300 the command adds computed flags with which a request
+fits.
 """
 
 import argparse
@@ -99,7 +100,7 @@ FRACTION = "--mem-fraction-static"  # model cards set it below SGLang's default
 
 
 def flags_on(recipe: Recipe, gpu: str) -> Sequence[Flag]:
-    """Return the recipe's flags for a card. Unless it is a datacenter card of `GPUS`, add flags so that a request fits.
+    """Return the recipe's flags for a card. Unless it is like a GPU in `GPUS`, add flags with which a request fits.
 
     Raises:
         ValueError: the card lacks kernels for the weights, sizes are unknown, or no request fits on eight cards.
@@ -125,7 +126,7 @@ def flags_on(recipe: Recipe, gpu: str) -> Sequence[Flag]:
 
 
 def fitting(flags: Sequence[Flag], gib: float) -> tuple[int, list[Flag]] | None:
-    """Return how many requests fit on a card, and the flags to add; None if none fits with any."""
+    """Return how many requests fit on a card, and the flags to add; None if no request fits even with added flags."""
     from sglang_dflash.tools.capacity import report  # imports take a tenth of a second
 
     words = [*(word for flag in flags for word in flag.words), "--gpu-memory", str(gib)]
@@ -161,7 +162,10 @@ def counted(n_requests: int) -> str:
 
 
 def at_once(recipe: Recipe, gpu: str, flags: Iterable[Flag], further: Sequence[str]) -> str:
-    """Return a sentence with the number of requests at once on a card; "" if the target's sizes are not known."""
+    """Return a sentence with the number of requests at once on a card.
+
+    If the target's sizes are not known, return advice for cards in `SMALLER`, and "" for other cards.
+    """
     if recipe.target not in models.TARGETS:
         cure = "If the model does not fit, set a larger --tp-size in the command."
         share = CARDS[gpu].gib / CARDS["h200"].gib

@@ -83,8 +83,8 @@ def whole_lines(out: Path) -> list[str]:
     """Complete or remove an incomplete last line of the file `out`, and return its lines; none if there is no file.
 
     Raises:
-        ValueError: the first line is no JSON object, or the beginning of one if it is the only line. Nothing is changed
-            then.
+        ValueError: the first line is no JSON object. The beginning of an object is accepted if it is the only line and
+            has no line end. On an error the file is unchanged.
     """
     text = read_text(out) if out.exists() else ""
     first, has_end, _ = text.partition("\n")

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-GROUPED = "grouped_decode"  # name of `grouped_attention` in Transformers' table; names with "flash" are not free
+GROUPED = "grouped_decode"  # `grouped_attention` in Transformers' table; a name with "flash" would mean FlashAttention
 LOOK_EVERY = 16  # steps between two looks at the finished rows; each look waits for the GPU
 WARM_UP = 3  # steps before a capture, as PyTorch's notes on CUDA graphs advise
 

@@ -175,7 +175,7 @@ class DraftRun:
         return on_text | (self.acceptance(answers) if answers else {})
 
     def acceptance(self, answers: Answers) -> Report:
-        """Measure the draft's acceptance in the target's answers to this process's share of the prompts."""
+        """Measure the draft's acceptance in the answers of all processes. `answers` are this process's share."""
         accepted = acceptance(self.ranks.total(answers.n_surviving(self.draft)))
         return {"tokens_per_step": accepted.tokens_per_step, "accepted_at_slot": accepted.at_slot}
 

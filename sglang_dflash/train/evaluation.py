@@ -33,7 +33,7 @@ class Acceptance(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Prompt with the target's greedy answer, which continues after its end for the drafts of its last blocks."""
+    """Prompt with the target's greedy answer. More tokens follow its end, to check drafts of its last blocks."""
 
     ids: list[int]
     first: int  # index of the answer's first token
@@ -62,7 +62,7 @@ class Answers:
 
     @cached_property
     def written(self) -> list[Answer]:
-        """Return the answers, which the first call lets the target write."""
+        """Return the answers. The target writes them at the first access."""
         limit, stops = self.max_new_tokens + self.block_size, stop_token_ids(self.target)
         asked = Asked(self.prompts, [0.0] * len(self.prompts), limit, stop_ids=())
         found = []
@@ -72,7 +72,7 @@ class Answers:
         return found
 
     def features(self, layer_ids: tuple[int, ...]) -> list[torch.Tensor]:
-        """Return each answer's features, [1, tokens, C]. The first call with these layers lets the target read."""
+        """Return each answer's features, [1, tokens, C]. The first call with these layers computes them."""
         if layer_ids not in self.read:
             ids = (torch.tensor([answer.ids], device=self.target.device) for answer in self.written)
             rows = (Rows(ids_RL, torch.ones_like(ids_RL, dtype=torch.bool), torch.tensor([-1])) for ids_RL in ids)

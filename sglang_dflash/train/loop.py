@@ -159,7 +159,7 @@ class Log:
 
 
 class Clock:
-    """Seconds since the start of a run, with those of its interrupted parts."""
+    """Clock of a run's time in seconds. The time before interruptions counts, the time between the parts does not."""
 
     def __init__(self, read: Callable[[], float], run: Run, schedule: Schedule, ranks: Ranks) -> None:
         self.read = read

@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 
     @property
     def before_RAD(self) -> torch.Tensor:
-        """Return the label of the slot before each, int64; the anchor before the first."""
+        """Return for each of slots 1..D the label of the slot before it, int64; for slot 1 the anchor."""
         return torch.cat([self.tokens_RAN[..., :1], self.labels_RAD[..., :-1]], dim=-1)
 
 
@@ -127,7 +127,10 @@ def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slot
 
 
 def with_states(draft: DraftModel, target: PreTrainedModel, hidden_RADH: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Return hidden states with the GRU's states after the labels before each slot, [R, A, D, H + G], for Domino."""
+    """Append a Domino draft's GRU states to hidden states: [R, A, D, H + G]. Other drafts' are returned unchanged.
+
+    A slot's GRU state is the state after the GRU has read the anchor and the labels of the slots before.
+    """
     if draft.domino is None:
         return hidden_RADH
     before_RAD = blocks.before_RAD

@@ -173,7 +173,11 @@ def plan(recipe: TrainRecipe, n_rows: int, batches: Batches) -> str:
 
 
 def sizes_of(args: argparse.Namespace, kind: type[Sizes], flag: str, *, chosen: bool) -> Sizes | None:
-    """Return the sizes of a kind of draft; None if it is not chosen by `flag`, and then ValueError if one is given."""
+    """Return the sizes of a kind of draft; None if it is not chosen.
+
+    Raises:
+        ValueError: the kind is not chosen with `flag`, but one of its sizes is given.
+    """
     names = [field.name for field in fields(kind)]
     given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     if given and not chosen:

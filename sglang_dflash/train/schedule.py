@@ -35,7 +35,7 @@ class Decay:
     final_rate: float  # fraction of the peak
 
     def rate(self, peak: float, step: int, share: float) -> float:
-        """Return the rate at a step of a cycle, counted from 0, of which `share` is over."""
+        """Return the rate at a step of a cycle, counted from 0. `share` is the fraction of the cycle that is over."""
         warmup = min(1.0, (step + 1) / max(1, self.warmup_steps))
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
         return peak * warmup * (self.final_rate + (1 - self.final_rate) * cosine)

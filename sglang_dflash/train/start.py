@@ -76,7 +76,7 @@ def add_layers(draft: DraftModel, n_layers: int) -> None:
 
 
 def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
-    """Initialise matrices from a normal distribution, and what follows them so that it has no effect yet.
+    """Initialise matrices from a normal distribution, and additions of DFlash 2 and Domino so that they have no effect.
 
     Convolutions start as the identity. A selector's pairwise scores start at zero: its successor codebook is zero, and
     its predecessor codebook is random, so that gradients are not zero. Domino's corrections start at zero.

@@ -63,7 +63,7 @@ class DraftAttention(nn.Module):
         if config.gating:
             n_gates = config.num_attention_heads * (1 if config.gating == "per-head" else self.head_dim)
             self.g_proj = ColumnParallelLinear(config.hidden_size, n_gates, bias=False)
-        self.options: dict[str, torch.Tensor] = {}  # of the attention backend
+        self.options: dict[str, torch.Tensor] = {}  # further keyword arguments for the attention backend
         if config.attention_sink_bias:
             self.attention_sink_bias = nn.Parameter(torch.zeros(self.q_size // self.head_dim), requires_grad=False)
             self.attention_sink_bias.weight_loader = own_heads(get_parallel().tp_rank)  # type: ignore[attr-defined]

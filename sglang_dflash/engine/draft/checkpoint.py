@@ -32,8 +32,8 @@ ROPE_TYPES = {
     "yarn": ("factor",),
 }
 # Rope fields that a draft's config may copy from its target, if the target rotates only a part of each head or uses
-# multi-modal positions. The draft does not use these fields: it rotates heads by one position. The number of rotated
-# dimensions of a head is `rope_dim`, which defaults to the head width.
+# multi-modal positions. The draft rotates heads by one position. Of these fields it uses only `rope_dim`, the number of
+# rotated dimensions of a head, which defaults to the head width.
 COPIED_FROM_TARGET = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -53,13 +53,15 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
     borrowed = {name: found.pop(name) for name in unused & found.keys()}
     check_tensors(checkpoint, found)
     if checkpoint.mask_file:
-        with suppress(ModuleNotFoundError):  # without torch, as for MLX, no draft with such a file is served
+        with suppress(ModuleNotFoundError):  # there may be no torch with MLX, which rejects drafts with such a file
             read_row(checkpoint, Path(checkpoint.mask_file))
     return replace(checkpoint, borrowed=borrowed)
 
 
 def completed(config: dict[str, Any], path: str, revision: str | None) -> dict[str, Any]:
-    """Return a config with what other files of the draft say: ModelOpt's own, and the file of a mask token's row.
+    """Return a config with facts from other files of the draft.
+
+    These are the format of quantized weights in ModelOpt's hf_quant_config.json, and the path of mask_embedding.pt.
 
     Raises:
         ValueError: see `packed.with_modelopt_config`.
@@ -102,7 +104,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         full_is_causal=full_is_causal,
         sliding_is_causal=sliding_is_causal,
         num_target_layers=fields.optional_count("num_target_layers"),
-        # The anchor and at least one draft. Nemotron's config has no size, and SGLang assumes this one.
+        # A block has the anchor and at least one draft. Nemotron's config has no size, and SGLang then assumes 16.
         block_size=fields.count("block_size", 16 if config.get("has_embed_tokens") else None, least=2),
         mask_token_id=fields.count("mask_token_id", least=0),
         target_layer_ids=_target_layer_ids(config, path),
@@ -203,9 +205,10 @@ def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[s
 
 
 def _causality(config: Mapping[str, Any], kinds: tuple[str, ...], path: str) -> tuple[bool, bool]:
-    """Return whether a slot of a full layer, and of a sliding layer, attends to no later slot of its block.
+    """Return whether full layers are causal, and whether sliding layers are causal.
 
-    By default only sliding layers are causal. Trainers have three fields that make all layers causal, or none.
+    In a causal layer a slot attends to no later slot of its block. By default only sliding layers are causal. Trainers
+    have three fields that make all layers causal or non-causal.
     """
     inner = config["dflash_config"]
     given = {"is_causal": config.get("is_causal"), "dflash_config.causal": inner.get("causal")}
@@ -221,6 +224,7 @@ def _causality(config: Mapping[str, Any], kinds: tuple[str, ...], path: str) -> 
 def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dict[str, Any]:
     """Return the rope fields as one mapping, without those in `COPIED_FROM_TARGET`.
 
+    `rope_dim` is returned if it is smaller than the head width.
     Transformers 5 writes `rope_parameters`, earlier versions write `rope_theta` and `rope_scaling`.
     """
     rope = _given_rope(config, path)

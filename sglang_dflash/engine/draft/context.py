@@ -1,8 +1,10 @@
 """Context of a draft: how the target's features become K and V of every draft layer.
 
-Every kind of draft reduces a token's features to one hidden state by `fc` and a norm. Laguna's drafts norm each
-captured layer's features before, and each draft layer's input norm is applied to the result. Dimensions: T tokens, F
-captured layers, C features (F x H), L draft layers, G KV heads, E head width, H hidden, X rows of a layer's q, k and v.
+Every kind of draft reduces a token's features to one hidden state by `fc` and a norm. Laguna's drafts also norm each
+captured layer's features before `fc`. In these drafts, each draft layer applies its input norm to the hidden state.
+
+Dimensions: T tokens, F captured layers, C features (F x H), L draft layers, G KV heads, E head width, H hidden, X rows
+of a layer's q, k and v.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class ContextProjection:
         """
         first = attentions[0]
         self.fuse, self.attentions = fuse, attentions
-        # Weights and biases of the q, k and v projections. The rows of k and v begin at `first_k_row`. None: the
-        # projections are quantized; they have no biases.
+        # Weights and biases of the q, k and v projections. The rows of k and v begin at `first_k_row`. `qkv_LXH` is
+        # None if the projections are quantized. `bias_LX` is None if they have no biases.
         plain = isinstance(first.qkv_proj.quant_method, UnquantizedLinearMethod)
         self.qkv_LXH = lay_side_by_side([a.qkv_proj.weight for a in attentions]) if plain else None
         has_bias = first.qkv_proj.bias is not None

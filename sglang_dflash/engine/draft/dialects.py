@@ -2,7 +2,8 @@
 
 vLLM's trainer `speculators` nests the fields of the layers in an object, and counts target layers from 1. The trainer
 DeepSpec and Muse Glimmer's draft have fields at the top level, or nest some in `dflash_config`. JetSpec, NeMo Automodel
-and ModelOpt have names of their own for masks. Some of these trainers also train other networks, which are rejected.
+and ModelOpt have names of their own for attention masks. Some of these trainers also train other networks, which are
+rejected.
 """
 
 from collections.abc import Mapping
@@ -78,9 +79,9 @@ def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_rotary_width(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a MiMo config with the number of rotated dimensions of a head as `rope_dim`.
+    """Return a MiMo config with the number of rotated dimensions of a head as `rope_dim`. Return others unchanged.
 
-    Other configs may have copied `partial_rotary_factor` from the target.
+    `rope_dim` follows from `partial_rotary_factor`. Other configs may have copied this factor from the target.
     """
     inner, factor = config.get("dflash_config"), config.get("partial_rotary_factor")
     is_mimo = isinstance(inner, dict) and MIMO in inner
@@ -94,10 +95,10 @@ def _with_rotary_width(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_masks(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config with masks in z-lab's fields.
+    """Return the config with attention masks in z-lab's fields.
 
-    With ModelOpt's `use_swa` every layer is a sliding layer that looks both ways, although `layer_types` says full or
-    is missing. If it names sliding layers, only the window of `swa_window_size` is used.
+    With ModelOpt's `use_swa`, sliding layers have the window `swa_window_size`. If `layer_types` names no sliding
+    layer, or is missing, every layer becomes a sliding layer. These layers are non-causal by default.
     """
     inner = config.get("dflash_config")
     if not isinstance(inner, dict) or not inner.get("use_swa"):
@@ -151,7 +152,10 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _rope_of_all(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope of sliding layers as the rope of all layers, if there is one for each kind: as in training."""
+    """Return the rope of sliding layers as the rope of all layers, if each kind of layer has its own rope; else {}.
+
+    In training, all layers used the rope of sliding layers.
+    """
     rope = layers.get("rope_parameters")
     nested = rope.get(SLIDING) if isinstance(rope, dict) else None
     return {"rope_parameters": nested} if isinstance(nested, dict) else {}

@@ -64,7 +64,7 @@ class Domino(nn.Module):
         return torch.stack(path, dim=1)
 
     def _read(self, token_B: torch.Tensor, state_BG: torch.Tensor | None, ends: TargetEnds) -> torch.Tensor:
-        """Return the GRU's state [B, G] after one more token per request; `state_BG` None: there is none before."""
+        """Return the GRU's state [B, G] after one more token per request. `state_BG` None: no token was read before."""
         embedded_BH = ends.embed(token_B.contiguous())
         if state_BG is None:
             state_BG = embedded_BH.new_zeros(len(token_B), self.prefix_gru.hidden_size)

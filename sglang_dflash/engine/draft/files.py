@@ -110,10 +110,11 @@ def tensor_headers(path: str, revision: str | None) -> dict[str, Stored]:
 
 
 def identity(path: str, revision: str | None) -> tuple[str, str]:
-    """Return a name and a value that tells drafts apart: a digest of a directory's files, or a repository's commit.
+    """Return a value that tells drafts apart, preceded by the value's name in messages.
 
-    The digest covers `config.json`, and of each weight file its size and `N_SAMPLES` equally spaced samples. Files of
-    gigabytes are not read whole, so a change of a few weights between samples is not found.
+    The value is a digest of a directory's files, or a repository's commit. The digest covers `config.json`, and of each
+    weight file its size and `N_SAMPLES` equally spaced samples. Files of gigabytes are not read whole, so a change of a
+    few weights between samples is not found.
 
     Raises:
         ValueError: see `read_config` and `weight_files`.

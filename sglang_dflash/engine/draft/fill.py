@@ -14,8 +14,8 @@ import torch
 from sglang_dflash.engine.draft.layout import Layout
 from sglang_dflash.engine.draft.target_ends import TargetEnds, likeliest
 
-# (hidden states of the predicting slots [T, H], where the path begins int64 [B], the target's ends) -> drafts, int64
-# [B, D]. A path begins at the anchor's token, or for LiLiCorr at the request's row in the request table.
+# Function that chooses drafts: (hidden states of the predicting slots [T, H], starts, int64 [B], the target's ends) ->
+# drafts, int64 [B, D]. A start is the anchor's token, or for LiLiCorr the request's row in the request table.
 Pick = Callable[[torch.Tensor, torch.Tensor, TargetEnds], torch.Tensor]
 
 
@@ -24,7 +24,7 @@ class Filling(NamedTuple):
 
     layout: Layout
     pick: Pick | None  # function that chooses the drafts; None: every slot gets the token with the largest logit
-    by_row: bool = False  # a path begins at the request's row, and depends on all slots of the block
+    by_row: bool = False  # `pick` gets requests' rows instead of anchors, and needs all slots of the block
 
 
 class Blocks(NamedTuple):

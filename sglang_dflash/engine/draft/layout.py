@@ -13,12 +13,13 @@ import torch
 
 
 class Layout(NamedTuple):
-    """Layout of a block. A forward returns `n_anchors` tokens of each block before the drafts.
+    """Layout of a block.
 
-    Domino's `shift_label` is between both: slot i predicts the token of slot i + 1, and the last slot predicts nothing.
+    Domino's `shift_label` is a third layout: slot i predicts the token of slot i + 1, and the last slot predicts
+    nothing.
 
-    SGLang's graph runner returns a row per slot. So an anchor-first forward, which has a draft for every slot, leaves
-    the anchor out.
+    A forward returns `n_anchors` tokens of each block before the drafts. SGLang's graph runner returns a row per slot.
+    So an anchor-first forward, which has a draft for every slot, leaves the anchor out.
     """
 
     first: int  # slot that predicts the first draft

@@ -1,10 +1,12 @@
 """LiLiCorr's choice among candidates: a small transformer scores each pair of candidates of neighbouring slots.
 
-All candidates of a block attend to each other. From a candidate's state, and from the context row of the token before
-the anchor, follow vectors whose products are the scores of pairs. A path takes in each slot the best candidate after
-the one before. The scores depend on all slots, so a block is always filled whole.
+All candidates of a block attend to each other. A candidate's vectors are computed from its state and from the context
+row of the token before the anchor. A pair's score is a product of two vectors. The first slot's draft is its best
+candidate. Each further draft is the best candidate after the previous draft. The scores depend on all slots, so a block
+is always filled whole.
 
-The draft's layers see the context as K and V only. So `LastContext` keeps the last context row of every request.
+A context row is the hidden state that `context.py` computes from a token's features. The draft's layers see the context
+as K and V only. So `LastContext` keeps the last context row of every request.
 
 Source: SGLang 0.5.23 `models/lilicorr.py`. There a request can get another request's context row after the batch has
 changed. `reference/torch/lilicorr.py` has the torch form.
@@ -40,7 +42,7 @@ class LastContext:
     """
 
     def __init__(self, n_rows: int, hidden_size: int, like: torch.Tensor) -> None:
-        with saver.kv_cache():  # a release leaves no running request, and prompts write their rows
+        with saver.kv_cache():  # a release loses the rows, but no request runs then, and each prompt writes its row
             self.row_RH = like.new_zeros(n_rows, hidden_size)
 
     def keep(self, last: Last, context_TH: torch.Tensor) -> None:
@@ -165,7 +167,7 @@ class LiLiCorr(nn.Module):
         out_BDKF = self._unit(self.out_head(factors)).unflatten(1, (D, K))
         in_BDKF = self._unit(self.in_head(factors)).unflatten(1, (D, K))
         start_B1F = self._unit(self.anchor_out_head(context_B1W))
-        # The trained factor of the scores is above 0, so it changes no choice.
+        # The scores are not multiplied by `logit_scale`: it is above 0, so it changes no choice.
         first_BK = (in_BDKF[:, 0] * start_B1F).sum(-1)
         return first_BK, out_BDKF[:, :-1] @ in_BDKF[:, 1:].transpose(-1, -2)
 

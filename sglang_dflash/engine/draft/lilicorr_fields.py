@@ -33,7 +33,7 @@ FIELDS = (f"{PREFIX}enabled", *(PREFIX + name for name in LiLiCorrSizes._fields)
 def sizes_of(config: Mapping[str, Any], path: str) -> LiLiCorrSizes | None:
     """Return the sizes of a draft's LiLiCorr head; None if the draft has none.
 
-    No size has a default, because some change no tensor's shape.
+    No size has a default. Some sizes change no tensor's shape, so nothing would show that a default is wrong.
 
     Raises:
         ValueError: a size is missing or wrong.

@@ -1,6 +1,6 @@
 """Embedding of the mask token in a file of its own, `mask_embedding.pt`, as in MiMo's drafts.
 
-The target's own row of this token is untrained. The row replaces it only in the draft's blocks.
+The target's own row of this token is untrained. The row in the file replaces it only in the draft's blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ FETCH = "fetch the draft again"
 
 
 def with_mask_file(config: dict[str, Any], path: str, revision: str | None) -> dict[str, Any]:
-    """Return a config with `has_mask_embedding` if the draft has the file, and its path, which no config may name."""
+    """Return a config with the file's path as `mask_file`, and `has_mask_embedding` if the draft has the file.
+
+    A `mask_file` in config.json is overwritten. The path is "" if the draft has no such file.
+    """
     file = extra_file(path, MASK_EMBEDDING, revision)
     return config | {"mask_file": str(file or "")} | ({"has_mask_embedding": True} if file else {})
 

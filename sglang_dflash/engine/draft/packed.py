@@ -1,13 +1,13 @@
 """Quantized weights in a draft's files: their formats, and their conversion to plain tensors while they are read.
 
 A quantized weight is stored as several tensors, for example `fc.weight_packed`, `fc.weight_scale` and
-`fc.weight_shape` instead of `fc.weight`. A file may store them in any order, and different files may hold them. The
-draft is always computed with plain weights, in the target's dtype, or in fp8 if a flag asks for it. So scales of
-activations and of the KV cache are not used.
+`fc.weight_shape` instead of `fc.weight`. These tensors may be stored in any order, and in different files. The draft is
+always computed with plain weights, in the target's dtype, or in fp8 if a flag selects it. So scales of activations and
+of the KV cache are not used.
 
-The config names one format for all quantized weights. A weight that its dtype shows to be plain is not converted, so
-the config's list of plain modules is not needed. This module imports torch only when it converts a tensor, because the
-checkpoint reader also runs without torch.
+The config names one format for all quantized weights. A plain weight is recognised by its name or its dtype, and is not
+converted. So the config's list of plain modules is not needed. This module imports torch only when it converts a
+tensor, because the checkpoint reader also runs without torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ READ = "int4, int8, fp8 and NVFP4 of compressed-tensors, fp8 with quant_method f
 
 
 class Packing(NamedTuple):
-    """Format of the quantized weights in a draft's files. It is a tuple, so that a config can hold it."""
+    """Format of the quantized weights in a draft's files.
+
+    It is a tuple, so that a Transformers config that holds it can be written as JSON.
+    """
 
     words: str  # the format in messages
     dtype: str  # of the stored numbers
@@ -100,7 +103,7 @@ def packing_of(config: Mapping[str, Any], path: str) -> Packing | None:
 
 
 def _of_modelopt(found: Mapping[str, Any], words: str) -> Packing | str:
-    """Return the format, or the reason why it cannot be read ("": its name says it)."""
+    """Return the format, or the reason why it cannot be read; "": the format of this name is not supported."""
     size = found.get("group_size")
     fp4 = FP4, 4, (1, size or 16), ("weight", "weight_scale", "weight_scale_2")
     formats = {
@@ -115,7 +118,7 @@ def _of_modelopt(found: Mapping[str, Any], words: str) -> Packing | str:
 
 
 def _of_compressed_tensors(found: Mapping[str, Any], words: str) -> Packing | str:
-    """Return the format, or the reason why it cannot be read ("": its name says it)."""
+    """Return the format, or the reason why it cannot be read; "": the format of this name is not supported."""
     groups = [_object(group) for group in _object(found.get("config_groups")).values()]
     groups = [{**_object(group["weights"]), **group} for group in groups if group.get("weights")]
     if not groups:

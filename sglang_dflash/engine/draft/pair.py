@@ -12,7 +12,7 @@ def check_pair(
 ) -> None:
     """Check that hidden size, vocabulary and layers of the draft's config fit the target.
 
-    Without a selector the draft has no row per token id, so its `vocab_size` may differ from the target's.
+    The draft's `vocab_size` is compared only if the draft has a selector, whose codebooks have one row per token id.
 
     Args:
         draft: fields of the draft.

@@ -55,7 +55,7 @@ class Checkpoint:
         NotSupported: a layer has an unknown kind.
     """
 
-    architecture: str = DFLASH  # by its name SGLang selects the layers of a Muse Glimmer target that it captures
+    architecture: str = DFLASH  # decides which layers of a Muse Glimmer target SGLang captures
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -81,8 +81,9 @@ class Checkpoint:
     selector_top_k: int = 0  # number of candidates per slot
     output_multiplier: float = 1.0  # scales the candidates' logits
     final_logit_softcapping: float | None = None  # tanh soft cap applied after scaling; None: no cap
-    # Forms of the files that are converted while they load: norms store their weight less 1, rope rotates the pairs
-    # (2 i, 2 i + 1) of a head, not (i, i + E / 2), and values are scaled, which `o_proj` does after loading.
+    # Forms of the files that are converted while they load. With `use_gemma_norm`, norms store their weight less 1.
+    # Without `rope_is_neox_style`, rope rotates the pairs (2 i, 2 i + 1) of a head, not (i, i + E / 2). Values are
+    # multiplied by `attention_value_scale`. Loading moves this factor into `o_proj`.
     use_gemma_norm: bool = False
     rope_is_neox_style: bool = True
     attention_value_scale: float = 1.0
@@ -196,7 +197,7 @@ class Checkpoint:
 
     @property
     def n_drafts(self) -> int:
-        """Return D, the number of drafts of a block: one per slot after the anchor's, or also one for the anchor's."""
+        """Return D, the number of drafts of a block: the slots less one, or all slots with `sample_from_anchor`."""
         return self.block_size - (not self.sample_from_anchor)
 
     @property

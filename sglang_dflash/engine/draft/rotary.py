@@ -14,10 +14,10 @@ from sglang_dflash.engine.draft.record import Checkpoint
 
 
 class PartRotary(RotaryEmbedding):
-    """Rotation of the first pairs (i, i + E/2) of a head by angles, and of the others by zero.
+    """Rotation of the first pairs (i, i + E/2) of a head. The angle of the other pairs is zero.
 
-    So heads of which only a part is rotated use the kernels for whole heads, after `tensors.converted` has reordered
-    their dimensions.
+    So kernels for whole heads also serve drafts that rotate only a part of each head. While the weights load,
+    `tensors.converted` reorders the dimensions of heads for this.
     """
 
     def __init__(self, draft: Checkpoint, theta: float) -> None:

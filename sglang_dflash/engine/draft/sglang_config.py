@@ -30,7 +30,9 @@ def read_draft(
     model_override_args: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> PretrainedConfig:
-    """Read a DFlash draft's config without override arguments. SGLang reads other models. Hook around `get_config`.
+    """Read a DFlash draft's config without override arguments, and leave other models to SGLang.
+
+    Hook around `get_config`.
 
     SGLang's reader needs a model type, which configs of some trainers lack. With `--trust-remote-code` it also imports
     the classes that a config's `auto_map` names, and their files are often left out of a draft. If this plugin's reader
@@ -95,7 +97,8 @@ def sglang_config(draft: Checkpoint) -> PretrainedConfig:
     This is the files' format of quantized weights as `packing`, and the file of the mask token's row as `mask_file`.
 
     The config has no `quantization_config`, because SGLang would build quantized layers. For a scaled rope without
-    `original_max_position_embeddings`, Transformers sets this field to `max_position_embeddings`.
+    `original_max_position_embeddings`, Transformers sets this field to `max_position_embeddings`. So the rope keeps its
+    trained length when `as_long_as_the_target` raises `max_position_embeddings` later.
     """
     config = Qwen3Config.from_dict(draft.to_json())
     config._name_or_path, config.packing = draft.path, draft.packing

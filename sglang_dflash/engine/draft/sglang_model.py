@@ -4,7 +4,7 @@ The draft has no head. `attach` stores the target's embedding and head in the dr
 graph) maps token ids to token ids. The draft's context is the target's hidden states (features), from which
 `context_kv` computes K and V for every layer. The model is independent of requests, steps and acceptance.
 
-Kinds of drafts differ in five questions, each answered by one module, from the fields of the checkpoint:
+Kinds of drafts differ in the answers to five questions. These modules answer them from the fields of the checkpoint:
 
     how a config is read              dialects.py, checkpoint.py
     how features become context       context.py
@@ -284,7 +284,10 @@ class DFlashDraftModel(nn.Module):
                 self.loaded.add(name)
 
     def _own_mask(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the mask token's row if the files that are being loaded have one of their own. It is read once."""
+        """Return the row in the draft's `mask_embedding.pt`, with its name; nothing if there is no such file to load.
+
+        The path is then removed from the config, so later updates do not load the row again.
+        """
         file, self.config.mask_file = self.config.mask_file, ""
         return [(MASK_ROW, read_row(self.fields, Path(file)))] if file else []
 

@@ -30,7 +30,8 @@ ARCHITECTURES = {
 # predicts the token of slot i, and slot 0 only holds the anchor.
 ANCHOR_FIRST = ("sample_from_anchor", "query_zero_predicts_next")
 
-# Fields of Domino in `dflash_config`. The number of first drafts without a correction must be 1.
+# Fields of Domino in `dflash_config`. `pure_draft_prefix_len`, the number of first drafts without a correction, must be
+# 1.
 DOMINO = ("shift_label", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
 
 # Names of other drafters, by the keys (or prefixes of keys) that they have in `dflash_config`.

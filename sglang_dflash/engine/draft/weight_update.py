@@ -56,7 +56,7 @@ def own_checkpoint_only(
         if is_draft(model_path) and not for_draft:
             return True, f"The target stays: {model_path} is a DFlash draft."
         if for_draft:
-            if served_is_quantized:  # SGLang would load the weights twice, and raise the second error
+            if served_is_quantized:  # the load would fail, and SGLang's reload would raise the error again
                 return False, QUANTIZED
             try:
                 new = checkpoint.read(model_path)

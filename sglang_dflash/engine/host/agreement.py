@@ -2,7 +2,7 @@
 
 Ranks with other widths, copies or workers exchange tensors of other sizes, or at other times. With gloo such an
 exchange fails, or allocates memory of a random size. NCCL hangs or returns wrong values. The ranks compare in a process
-group of their own. Otherwise another exchange of a rank without this plugin could be taken for its answer.
+group of their own. In a shared group, another exchange of a rank without this plugin could be taken for its facts.
 """
 
 import os
@@ -25,12 +25,12 @@ WAIT_S = 120.0  # longest wait; other ranks come soon, because all have just loa
 
 
 def require_equal(server_args: Any, choices: Mapping[str, object]) -> None:
-    """Compare this rank with all ranks of its model, among them all groups of attention data parallelism.
+    """Compare this rank with all ranks of its model, also with those of other groups of data-parallel attention.
 
     All ranks must call this function, after SGLang has built the target. With one rank it does nothing.
 
     Args:
-        choices: resolved settings of this rank, by name; not compared with SGLang's own worker.
+        choices: resolved settings of this rank, by name. If SGLang's own worker is selected, they are not compared.
     Raises:
         ValueError: a fact differs. All ranks raise the same sentence.
         HostMismatch: not all ranks have called this function within `WAIT_S`.

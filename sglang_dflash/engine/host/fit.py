@@ -59,7 +59,8 @@ def layers(arguments: Arguments, draft: Checkpoint) -> Checkpoint:
     """Return the draft with the layers that are served.
 
     With disaggregation the draft keeps all context tokens, and a draft window becomes the window of its layers. So the
-    window limits what a block reads, but saves no memory. The window ends at each slot, not at the anchor.
+    window limits what a block reads, but saves no memory. The window of a layer ends at each slot. Without
+    disaggregation, a draft window ends before the anchor.
 
     Raises:
         NotSupported: see `Checkpoint.narrowed`.
@@ -68,7 +69,10 @@ def layers(arguments: Arguments, draft: Checkpoint) -> Checkpoint:
 
 
 def check_sessions(arguments: Arguments, draft_window: int | None) -> None:
-    """Check that turns of sessions may start where the draft's window can, or raise NotSupported."""
+    """Check that the draft's window can start wherever a session's turn starts, or raise NotSupported.
+
+    A turn may start inside a page, but the window starts at a page boundary.
+    """
     if not arguments.streaming_session:
         return
     # page_size None: not resolved yet. The scheduler process runs this check again, with the resolved page size.
@@ -118,8 +122,8 @@ def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
 def load_format(arguments: Arguments) -> str | None:
     """Return the load format of the draft's weights; None: the target's, which can read a draft's files.
 
-    Formats such as `gguf` and `flash_rl` are the target's only, and the draft is loaded from its own files. With
-    `dummy` too, because a trainer sends the target's weights later, but not the draft's.
+    Formats such as `gguf` and `flash_rl` are the target's only, and the draft is loaded from its own files. The same
+    holds for `dummy`, because a trainer sends the target's weights later, but not the draft's.
 
     Raises:
         NotSupported: the launch sets dummy weights for the draft.
@@ -140,10 +144,12 @@ def ignored(arguments: Arguments) -> tuple[str, ...]:
 
 
 def check_deepep(arguments: Arguments, widths: Sequence[int]) -> None:
-    """Check that DeepEP's buffers hold the token rows of the largest verify. SGLang would fail while it captures.
+    """Check that DeepEP's buffers hold the token rows of the largest verify.
+
+    With too small buffers SGLang would fail while it captures graphs.
 
     Raises:
-        NotSupported: they do not.
+        NotSupported: the buffers are too small.
     """
     n_groups, limit = arguments.attention_dp_size, arguments.deepep_rows
     if limit is None or not widths:

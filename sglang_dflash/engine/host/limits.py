@@ -38,7 +38,7 @@ def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
     for token, bias in (asked.logit_bias or {}).items():
         if not abs(bias) <= MOST:
             raise ValueError(f"logit_bias of {token} is {bias}; send numbers within {-MOST:g}..{MOST:g}")
-    if asked.stop_token_ids:  # indices in SGLang, if a request of the batch has min_new_tokens
+    if asked.stop_token_ids:  # SGLang uses them as indices, if a request of the batch has min_new_tokens
         require_tokens("stop_token_ids", asked.stop_token_ids, vocab_size)
 
 

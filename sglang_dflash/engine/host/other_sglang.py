@@ -1,4 +1,4 @@
-"""Behaviour beside an SGLang that this package does not support: another version, or a modified one.
+"""Behaviour with an SGLang that this package does not support: another version, or a modified one.
 
 A launch without DFLASH runs as without this package, and one warning says so. A launch with DFLASH is refused before
 weights are loaded, because SGLang's own worker would serve it unnoticed. `SGLANG_DFLASH_WORKER=stock` allows that.
@@ -77,7 +77,10 @@ def guard_resolution(mismatch: HostMismatch) -> None:
 
 
 def refuse(refusal: HostMismatch, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Raise `refusal` if one of the arguments is a server's with DFLASH, else call SGLang's method."""
+    """Raise `refusal` if an argument is the `ServerArgs` of a server with DFLASH, else call SGLang's method.
+
+    With `SGLANG_DFLASH_WORKER=stock` nothing is refused.
+    """
     if any(asks_for_dflash(value) for value in (*args, *kwargs.values())) and not flags.selects_stock(os.environ):
         raise refusal
     return stock(*args, **kwargs)

@@ -51,8 +51,8 @@ class RecordPool(MambaPool):
     """SGLang's pool of recurrent states, with a record instead of a state for each token of a block.
 
     The convolution's inputs before and in a block form a strip [tokens, channels]. The window after a token is a view
-    of a few tokens. SGLang's own strips are [channels, tokens]. There its convolution, which writes a window for
-    many channels at once, writes 2 bytes at a time.
+    of a few tokens. SGLang's own strips are [channels, tokens]. SGLang's convolution writes a window for many channels
+    at once. In its own layout these values are not contiguous, so it writes 2 bytes at a time.
     """
 
     def __init__(

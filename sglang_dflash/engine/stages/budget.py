@@ -50,8 +50,8 @@ LAUNCHES = {
 }
 # Further emulated launches if the draft has a window: the KV slots of ring buffers are computed by small operations.
 RING = {"catch_up": 20, "draft": 20, "append": 8}
-# Further launches if the draft norms captured layers and each layer's context (Laguna): two norms without weights, and
-# two products with weights. On a GPU these are 4 launches.
+# Further launches if the draft normalises each captured layer's features and each draft layer's context (Laguna): two
+# norms without weights, and two products with weights. On a GPU these are 4 launches.
 NORMS = {"catch_up": 6, "append": 6}
 # Further launches with which LiLiCorr keeps the context of each request's last token, the same number on a GPU.
 LAST = {"catch_up": 3, "append": 5}

@@ -125,8 +125,8 @@ class ContextKV:
             eps=attention.k_norm.variance_epsilon,
             cos_sin_PR=attention.rotary_emb.cos_sin_cache,
         )
-        # A ring has more than `block_size` KV slots, so rows of `block_size` steps of one token never share a KV slot.
         self.keeps_last = model.lilicorr is not None
+        # A ring has more than `block_size` KV slots, so rows of `block_size` steps of one token never share a KV slot.
         self.late = LateRows(max(LATE_ROWS, n_requests), block_size, like_TC=model.fc.weight)
 
     @torch.inference_mode()

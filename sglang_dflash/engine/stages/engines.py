@@ -5,7 +5,8 @@ created. So they are created for each width, with this width in the configuratio
 pools. They also share the scratch memory of attention kernels and the index buffers of graphs (`index_buffers.py`),
 because forwards run one after another.
 
-Width 1 decodes: its graphs are those that SGLang captures without speculation, and they return the features as well.
+If width 1 decodes (`State.decodes`), its graphs are captured as SGLang captures them without speculation, but they also
+return the features.
 """
 
 from __future__ import annotations
@@ -135,9 +136,10 @@ def build_while_they_fit(
 
 
 class Attempt:
-    """Context in which the device's memory may run out. Other errors are raised, and also this one unless `may_fail`.
+    """Context manager that sets `ran_out` if the device's memory runs out in it.
 
-    SGLang raises its own error while it handles that of a capture.
+    With `may_fail` it suppresses this error. After a failed capture SGLang raises an error of its own. So `ran_out` is
+    also set if the error has the memory's error in its chain of contexts (`__context__`).
     """
 
     def __init__(self, *, may_fail: bool) -> None:
@@ -174,7 +176,8 @@ def fewer(sizes: Sequence[int], width: int) -> list[int]:
     """Return the batch sizes with which graphs of a narrower `width` are captured.
 
     These are SGLang's largest captured batch size and all that are powers of two. Batches of other sizes are padded. If
-    a padded batch would exceed `FEW_ROWS` and `PADDED`, further sizes of SGLang's are captured.
+    a batch of more than `FEW_ROWS` rows would be padded to over `PADDED` times its rows, further sizes of SGLang's are
+    captured.
 
     Args:
         sizes: batch sizes that SGLang captures, ascending.
@@ -182,7 +185,7 @@ def fewer(sizes: Sequence[int], width: int) -> list[int]:
     """
     kept = [0]
     for size, larger in zip(sizes, [*sizes[1:], 0], strict=True):
-        least = max(kept[-1] + 1, FEW_ROWS // width + 1)  # the smallest batch whose rows PADDED bounds
+        least = max(kept[-1] + 1, FEW_ROWS // width + 1)  # smallest batch above the kept sizes and `FEW_ROWS` rows
         if size.bit_count() == 1 or not larger or (size >= least and larger > PADDED * least):
             kept.append(size)
     return kept[1:]

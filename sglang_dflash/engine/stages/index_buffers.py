@@ -1,9 +1,9 @@
 """Index buffers of captured graphs, shared by the engines of all widths.
 
 The indices of a batch state where its K/V lie: page tables, or lists of KV slots. For captured graphs, SGLang's
-attention backends keep them in buffers for the largest batch and the longest context, some backends for every token of
-a block. With a long context this can be more than a gigabyte per width. So the graphs of all widths use the buffers of
-the widest.
+attention backends keep the indices in buffers for the largest batch and the longest context. In some backends each
+token of a block has room for a list. With a long context this can be more than a gigabyte per width. So the graphs of
+all widths use the buffers of the widest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def share_buffers(backend: AttentionBackend, widest: AttentionBackend) -> None:
         # A graph must not read indices that were written for another graph. This holds, because every replay's indices
         # are written on the stream of the replays, after the previous replay: by SGLang's forward right before the
         # replay, or by the graph itself. No step plans its verify earlier (`defer_metadata_init` in `Verifier.verify`).
-        # With DFLASH, SGLang's overlap plan stream only reserves KV slots, and SGLang plans no verify beside a draft.
+        # With DFLASH, SGLang's overlap plan stream only reserves KV slots. No verify is planned while the draft runs.
         for narrow, wide in zip(parts(backend), parts(widest), strict=True):
             replace(narrow, wide, BUFFERS)
             for name in METADATA:

@@ -1,9 +1,9 @@
 """Mixed steps: with `--enable-mixed-chunk` one forward reads a chunk of prompts and one token of each running request.
 
-In such a step SGLang gives the running requests no draft: each reads its anchor, as a prompt of one token whose prefix
-is the request's text, and gets its next token. They are the last requests of the batch. SGLang samples their tokens as
-it samples the first token of a prompt. This is not exact if sampling depends on tokens that the scheduler does not have
-yet, so such requests are not mixed.
+In such a step the running requests have no drafts. SGLang treats each of them as a prompt of one token, the anchor,
+whose prefix is the request's text. Running requests are the last requests of the batch. SGLang samples their next
+tokens as it samples the first token of a prompt. This is not exact if a request's sampling depends on tokens that the
+scheduler does not have yet. While such a request runs, no step is mixed.
 """
 
 from __future__ import annotations

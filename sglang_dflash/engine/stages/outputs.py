@@ -51,7 +51,10 @@ class HiddenStates:
 
 
 class Features(HiddenStates):
-    """Rows of the draft's features instead, [T, C]: outputs of the captured layers, in the order of the draft."""
+    """Variant of `HiddenStates` whose rows are the draft's features, [T, C]: outputs of the captured layers.
+
+    The layers are in the order of the draft.
+    """
 
     n_waiting = 1
 

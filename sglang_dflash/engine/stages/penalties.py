@@ -37,7 +37,7 @@ class Asking(NamedTuple):
     asked: Asked
     prompt_len_P: torch.Tensor  # int64
     reqs: list[Req]
-    n_retractions: list[int]  # number of retractions of each request in `reqs`, when its row was read
+    n_retractions: list[int]  # number of retractions of each request in `reqs` when this object was made
 
 
 class Penalties:

@@ -42,7 +42,10 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
 
 
 def rows_of(info: SamplingBatchInfo, rows: slice) -> SamplingBatchInfo:
-    """Return the parameters of some of the rows of `over_slots`. Its other fields do not depend on the row."""
+    """Return the parameters of some of the rows of `over_slots`, for a batch without sampling masks.
+
+    The other fields are unchanged. The sampler does not read those of custom processors, which have already run.
+    """
     return dataclasses.replace(
         info,
         temperatures=info.temperatures[rows],

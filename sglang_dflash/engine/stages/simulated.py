@@ -26,7 +26,7 @@ class SimulatedAccept:
     def __init__(self, simulated: Simulated) -> None:
         self.simulated = simulated
         self.random = Random(0)  # equal on all ranks that serve the same requests
-        self.owed = 0.0  # part of a token that earlier steps committed too little
+        self.owed = 0.0  # fraction of a token carried over from earlier steps
 
     def __call__(
         self, tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor, track_interval: int = 0

@@ -80,7 +80,7 @@ class Verifier:
         lora.use(runner, engine.routing)
 
     def restore(self) -> None:
-        """Make the runner use SGLang's own backend and graphs. Prefill graphs read no other backend's metadata."""
+        """Make the runner use SGLang's own backend and graphs, for prefill. Prefill graphs read only this backend."""
         runner = self.worker.model_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self.own
 
@@ -116,7 +116,8 @@ class Verifier:
         """Run the target's forward over the plan's blocks. Call this after `use(plan.width)`.
 
         If the blocks of one token are decoded, turn the verify into a decode step, which runs SGLang's kernels for
-        decoding. In a decode step `seq_lens` includes the token. On the host, a verify's lengths include it already.
+        decoding. `seq_lens` includes the token in a decode step, but not in a verify. `seq_lens_cpu` includes the token
+        in both.
         """
         if self.engines[plan.width].state.decodes:
             batch.forward_mode, batch.spec_info, batch.seq_lens = ForwardMode.DECODE, None, plan.verified.end_B

@@ -102,9 +102,9 @@ class Acceptance:
     - Over all requests: the counts of all requests. The prior is the last estimate at the position. If the position was
       never reached, the prior is the estimate at the position before.
 
-    Requests have unequal numbers of blocks with drafts. So the estimate over all requests may be wrong for a new
-    request. Therefore a request's level has a prior, the level of new requests. The first block with drafts of each
-    request is the evidence for this prior.
+    Requests with many drafted blocks dominate the counts of all requests. So the estimate over all requests may be
+    wrong for a new request. Therefore a request's level has a prior, the level of new requests. The first block with
+    drafts of each request is the evidence for this prior.
 
     Older steps weigh less. A request's counts fade by `DECAY`. The counts of all requests fade by the slower
     `ALL_DECAY`. Otherwise the last request would determine the estimate for a new one.
@@ -123,7 +123,8 @@ class Acceptance:
 
         Args:
             n_accepted_B: number of accepted drafts of each request, 0..width - 1.
-            part: requests of the batch to count. Their own counts then grow more slowly.
+            part: requests of the batch to count. If each step counts another part, a request's own counts grow more
+                slowly.
         """
         self._fade()
         all_D, n_counted = self._of_all() if width > 1 else [], len(rids[part])

@@ -34,11 +34,14 @@ class Kind(NamedTuple):
 class Chooser:
     """Chooser of each step's width by a policy, which receives outcomes in the order of steps, one or two steps late.
 
-    On a GPU the time of a step is the interval between the outcome of the step before and its own. If the host computes
-    (a CPU), it is the interval between its launch and the next step's. An interval is used only if no other work falls
-    into it, neither a prompt nor the end of a request. So the steps around it must have equal numbers of requests. On a
-    GPU no prompt may fall between these steps, and as many steps must be in flight at both outcomes. On a CPU no prompt
-    may follow the step.
+    On a GPU the time of a step is the interval between the outcome of the step before and the outcome of this step. If
+    the host computes (a CPU), the time is the interval between the launch of this step and the launch of the next step.
+    An interval is used only if it contains no prompt and no end of a request:
+
+    - On a GPU, the step before, this step and all steps in flight must have equal numbers of requests. No prefill may
+      have been launched between them. The number of steps in flight must be the same at both outcomes.
+    - On a CPU, the step before, this step and the next one must have equal numbers of requests. No prefill may have
+      been launched between this step and the next one.
     """
 
     def __init__(self, policy: Policy, trace: Trace | None = None, *, host_computes: bool = False) -> None:
@@ -58,7 +61,8 @@ class Chooser:
 
         Args:
             rids: ids of the requests.
-            requests: the requests; those that end before the outcome are left out of all counts. Empty: none ends.
+            requests: the requests. Those that end or are retracted before the outcome are left out of the tallies and
+                of `expected_tokens`. Empty: all are counted.
             now_s: clock time in seconds; only used if the host computes.
         """
         if self.host_computes and self.launched:

@@ -10,7 +10,8 @@ import numpy as np
 COMMON = 0.1  # fraction of the error by which the times of all widths are corrected
 OWN = 0.03  # further fraction of the error by which the time of the step's own width is corrected
 MOST = 0.15  # bound of the error before a width has had RECENT steps, because some steps take twice as long as usual
-# Number of last steps of a width whose median error is used, and of first steps that replace the time from start-up.
+# The median error of this many last steps of a width is used. The median time of as many first steps replaces the time
+# from start-up.
 RECENT = 5
 FASTER = 4.0  # bound of the factor by which one time becomes shorter at once
 NEAR = 0.1  # relative difference up to which the first real times replace nothing
@@ -23,9 +24,9 @@ class StepCost:
 
     Real steps include costs that start-up did not measure: the scheduler, longer contexts, other load on the machine.
     These costs are a similar share of a step at every width, so all widths are corrected. An error of the start-up
-    measurement concerns one width, so the step's own width is corrected further. The first real times of a width
-    replace the time from start-up, which may be wrong by any factor. Ranks measure different times but must choose the
-    same width. So corrections are used only after `settle` has made them equal on all ranks.
+    measurement may concern one width only, so the step's own width is corrected further. The first real times of a
+    width replace the time from start-up, which may be wrong by any factor. Ranks measure different times but must
+    choose the same width. So corrections are used only after `settle` has made them equal on all ranks.
 
     Attributes:
         has_news: a real time has replaced one from start-up since the last `settle`. Equal on all ranks, because it
@@ -50,7 +51,7 @@ class StepCost:
         self.settle()
 
     def look_up(self, padded: Callable[[int, int], int]) -> None:
-        """Use the estimates of the batch size that runs.
+        """Take estimates at the batch size that runs, which may be padded, instead of at the number of requests.
 
         Args:
             padded: function of (number of requests, width) that returns the batch size that runs, for example the next

@@ -44,9 +44,10 @@ REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhyt
 SETTLE = 32  # number of steps between two calls of `StepCost.settle`
 EARLY = (SETTLE // 4, SETTLE // 2)  # early steps that also call `settle`, because times from start-up may be wrong
 TRIAL, TIMED = 6, 2  # largest number of steps of a trial, and number of timed ones after which it ends
-# The estimated time of a width may be too long by this factor, if it has few real steps, or if it has few recent ones.
+# Factors by which a width's estimated time may be too long: DOUBT if the width has fewer than RECENT real steps, and
+# OLD_DOUBT if its last real step is old (`AGAIN`).
 DOUBT, OLD_DOUBT = 2.0, 1.25
-AGAIN = 1024  # number of real steps after which a width without them may have another trial
+AGAIN = 1024  # a width may have another trial if none of this many last real steps had it
 PART = 16  # largest number of requests whose outcomes a step counts; the host would take milliseconds for hundreds
 MARGIN = 1.02  # a trial must promise this rate, relative to the best one
 
@@ -185,7 +186,7 @@ class Adaptive(Policy):
     cost: StepCost
 
     def __init__(self, widths: Sequence[int], cost: StepCost) -> None:
-        """`widths`: ascending; a look verifies at the last width."""
+        """`widths`: ascending; the last one is the width of a look, except in large batches."""
         self.name, self.widths, self.cost = "auto", tuple(widths), cost
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
@@ -235,9 +236,10 @@ class Adaptive(Policy):
         return decision._replace(rested=rested)
 
     def _best(self, seconds: dict[int, float], expected: dict[tuple[int, int], float]) -> tuple[float, int, int]:
-        """Return the best rate, minus its rest, and its width, see `_doubted`.
+        """Return (rate, -rest, width) of the best cycle: a rest, and the step at `width` after it.
 
-        On ties take the shortest rest, then the largest width, because it shows the outcome of most drafts.
+        On ties take the shortest rest, then the largest width, because it shows the outcome of most drafts. The
+        arguments are those of `_doubted`.
         """
         return max(
             ((rest + expected[rest, width]) / (rest * seconds[self.widths[0]] + seconds[width]), -rest, width)

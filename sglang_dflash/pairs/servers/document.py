@@ -25,7 +25,7 @@ PACKAGES = ("sglang", "torch", "transformers", "triton", "flashinfer-python", "s
 
 
 def head(benchmark: str, command: str) -> dict[str, Any]:
-    """Return the header of a document: benchmark, level of proof, time, commit, command, machine and versions."""
+    """Return the header of a document: benchmark, level of evidence, time, commit, command, machine and versions."""
     found = gpus()
     return {
         "benchmark": benchmark,

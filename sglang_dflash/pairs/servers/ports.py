@@ -27,8 +27,8 @@ def port_is_free(port: int) -> bool:
     return True
 
 
-# UDP sockets by port. A server listens only seconds after its port was chosen. Until then a socket on the UDP port of
-# the same number, which is otherwise unused, marks the port as taken. The socket closes when the process ends.
+# UDP sockets by port. A server begins to listen some seconds after its port was chosen. Until then a socket on the UDP
+# port of the same number, which is otherwise unused, marks the port as taken. The socket closes when the process ends.
 CLAIMS: dict[int, socket.socket] = {}
 
 

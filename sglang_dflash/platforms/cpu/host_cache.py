@@ -18,7 +18,7 @@ Layers = Sequence[torch.Tensor]
 def transfer_kv_direct(
     src_layers: Layers, dst_layers: Layers, src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int
 ) -> None:
-    """Copy rows `src_indices` of each source tensor to rows `dst_indices` of the target tensor at the same place.
+    """Copy rows `src_indices` of each source tensor to rows `dst_indices` of the corresponding target tensor.
 
     The indices are integers [tokens]. `page_size` is not used.
     """

@@ -150,7 +150,7 @@ def put(values: Mapping[str, Any], within: str = "") -> None:
 def default_to_cpu() -> None:
     """Let `torch.get_device_module()` return `torch.cpu` in CUDA builds too.
 
-    Qwen3-Next uses it to place its norms, and a release of memory to wait for the device.
+    Qwen3-Next uses this function to place its norms. SGLang's release of memory uses it to wait for the device.
     """
     get_device_module = torch.get_device_module
 

@@ -1,6 +1,7 @@
 """Stand-in for the package `torch_memory_saver`, whose libraries need CUDA.
 
-SGLang's own adapter calls it for `--enable-memory-saver`. With the original no process starts without CUDA.
+SGLang's own adapter calls the package for `--enable-memory-saver`. Without CUDA, processes with the original fail to
+start.
 """
 
 import sys

@@ -38,7 +38,9 @@ def install() -> None:
 
 
 def require_shared(backends: Mapping[int, Any], widest: Any, n_large: int) -> None:
-    """Check the attention backends of all widths: the widest has each of their tensors with `n_large` or more elements.
+    """Check that each backend shares its tensors of `n_large` or more elements with `widest`.
+
+    `backends` are the attention backends of the widths, by width. `widest` is the backend of the widest.
 
     Raises:
         NotShared: the backend of a width has such a tensor of its own.
@@ -52,7 +54,7 @@ def require_shared(backends: Mapping[int, Any], widest: Any, n_large: int) -> No
 
 
 def large(backend: Any, n_large: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of the backends for full attention, those with `n_large` or more elements."""
+    """Yield the tensors with `n_large` or more elements in a backend's parts for full attention, with their names."""
     from sglang_dflash.engine.stages.index_buffers import parts
 
     for part in parts(backend):

@@ -47,7 +47,7 @@ def watched() -> Iterator[nn.Module]:
 
 
 def require_cheap(nodes: list[Node]) -> None:
-    """Check a captured forward: at most one read per weight, launches within the budget, and reads of a head's copy.
+    """Check the three rules of a captured forward: reads of weights, number of launches, and use of a head's copy.
 
     Raises:
         CaptureError: the forward breaks a rule.
@@ -94,7 +94,9 @@ def require_launches(nodes: list[Node]) -> None:
 
 
 def require_copied_rows(nodes: list[Node]) -> None:
-    """Check that a draft with a copy of the head's rows, a part of them or in fp8, reads the copy and not the head.
+    """Check that a draft with a copy of the head reads the copy and not the head.
+
+    A copy has the rows of a reduced vocabulary, or is in fp8, or both.
 
     Raises:
         CaptureError: the forward reads the target's head.
@@ -121,7 +123,7 @@ def products(nodes: Iterable[Node]) -> Iterator[Node]:
 def require_one_read(nodes: Iterable[Node]) -> None:
     """Check that a captured forward reads no parameter more often than allowed, or raise CaptureError.
 
-    The weights of Domino's rollout are read once per draft, all others once.
+    The weights of Domino's rollout may be read once per slot of the block, all others once.
     """
     by_storage = spans()
     most = {span.name: span.most for found in by_storage.values() for span in found}

@@ -70,7 +70,7 @@ class Saver(KeepingSaver):
 
     @contextlib.contextmanager
     def cuda_graph(self, *, tag: str, enable_cpu_backup: bool = False, **options: Any) -> Iterator[None]:
-        """Capture a graph whose memory can be released. All graphs share one pool, so the whole pool can be."""
+        """Capture a graph whose memory can be released. All graphs share one pool, which is released as a whole."""
         self.of_graphs = Region(tag, enable_cpu_backup)
         with graph.graph(**options):
             yield
@@ -82,7 +82,7 @@ class Saver(KeepingSaver):
             self.storages[key] = region, weakref.ref(storage, lambda _: self.storages.pop(key, None))
 
     def would_keep(self, tensor: torch.Tensor) -> bool:
-        """Return whether no release gives back a device tensor of noticeable size."""
+        """Return whether `tensor` is a device tensor of noticeable size that no release gives back."""
         small = tensor.untyped_storage().nbytes() <= NOTICEABLE
         return not (small or storage_of(tensor) in self.storages or host.is_marked(tensor) or graph.pool().owns(tensor))
 

@@ -3,7 +3,7 @@
 A GRU reads the anchor and the drafts so far. Its state and a slot's hidden state give a correction of the slot's
 logits. The first draft has no correction. Only a slot's `CANDIDATES` best tokens can be drafted, as on a server.
 
-Source: SpecForge's `DominoDraftModel`, whose parameter names these are.
+Source: SpecForge's `DominoDraftModel`, which has the same parameter names.
 Shapes: X blocks, D drafts, H hidden, V vocabulary, G width of the GRU's state.
 """
 

@@ -30,7 +30,7 @@ class ContextKV(NamedTuple):
 
     keys_LRGTE: torch.Tensor  # normalised, with rotary embedding
     values_LRGTE: torch.Tensor
-    fused_RTH: torch.Tensor  # from which keys and values are projected
+    fused_RTH: torch.Tensor  # fused features, `norm(fc(features))`: keys and values are projected from them
 
     @property
     def n_tokens(self) -> int:
@@ -176,7 +176,10 @@ class Draft(nn.Module):
         return embedded.to(self.dtype)
 
     def predicting(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states that predict drafts, [..., N, H] -> [..., D, H]: all, all but the first or last."""
+        """Return the hidden states that predict drafts, [..., N, H] -> [..., D, H].
+
+        These are all slots with `sample_from_anchor`, all but the last with `shift_label`, else all but the first.
+        """
         if self.config.sample_from_anchor:
             return hidden
         return hidden[..., :-1, :] if self.config.shift_label else hidden[..., 1:, :]
@@ -203,12 +206,12 @@ class Draft(nn.Module):
     def guesses(
         self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, begin_X: Begin, embed: nn.Module
     ) -> torch.Tensor:
-        """Return the drafts of X blocks, int64 [X, D]: the path of a part that chooses them, if any, else the argmax.
+        """Return the drafts of X blocks, int64 [X, D]: by LiLiCorr, Domino or the selector, if any, else the argmax.
 
         Args:
             hidden_XDH: hidden states that predict the drafts, see `predicting`.
             logits_XDV: the target head's output for these slots.
-            begin_X: what is before the drafts.
+            begin_X: anchors of the blocks, and fused features of the tokens before the anchors.
             embed: the target's embedding.
         """
         logits_XDV, anchor_X = self.listed(logits_XDV), begin_X.anchor_X

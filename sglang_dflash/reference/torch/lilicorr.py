@@ -2,11 +2,12 @@
 
 Every slot has K candidates, its most likely tokens. A candidate's state is computed from its token's embedding, the
 slot's hidden state, five numbers about its probability, and embeddings of slot and rank. In each layer every candidate
-of a block attends to all others, with a bias for the distance of their slots. Two unit vectors follow from a
-candidate's state and from the context before the anchor: one for the step to the next slot, one for the step from the
-slot before. The score of a pair is their product. The first slot's candidates are scored with a vector of the context.
+of a block attends to all others, with a bias for the distance of their slots. Each candidate has two unit vectors,
+computed from its state and from the context before the anchor. The out vector is for the step to the next slot, the in
+vector for the step from the previous slot. The score of a pair is the scaled product of the earlier candidate's out
+vector and the later candidate's in vector. For the first slot a vector of the context replaces the out vector.
 
-Source: SGLang 0.5.23 `models/lilicorr.py`, whose parameter names these are. No published draft is known.
+Source: SGLang 0.5.23 `models/lilicorr.py`, which has the same parameter names. No published draft is known.
 Shapes: X blocks, D drafts, K candidates, H hidden, W width of a candidate's state, V vocabulary.
 """
 
@@ -124,7 +125,7 @@ class LiLiCorr(nn.Module):
         return self.sizes.logit_scale * first_XK.float(), self.sizes.logit_scale * pairs.float()
 
     def walk(self, block: Block) -> torch.Tensor:
-        """Return the path that takes in each slot the best candidate after the one before, int64 [X, D]."""
+        """Return the greedy path, int64 [X, D]: in each slot the best candidate after the previous slot's choice."""
         first_XK, pairs = self.scores(block)
         chosen = [first_XK.argmax(-1)]
         at = torch.arange(len(first_XK), device=first_XK.device)

@@ -72,7 +72,7 @@ class DraftModel(Draft):
         unpack = partial(unpacked, packing=stored.packing, dtype=dtype or vars(torch)[stored.dtype])
         converted = replace(stored, use_gemma_norm=False, rope_is_neox_style=True, attention_value_scale=1.0)
         draft = cls(replace(converted, has_embed_tokens=False, has_mask_embedding=stored.has_mask_row))
-        # Here the first dimensions of a head are rotated as they are stored.
+        # The reference rotates the first dimensions of a head as they are stored. Without `rope_dim` the order is kept.
         rope = {name: value for name, value in stored.rope_parameters.items() if name != "rope_dim"}
         state = tensors.tensors_of(replace(stored, rope_parameters=rope), folder, load_file, unpack)
         if stored.mask_file:

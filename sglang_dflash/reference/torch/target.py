@@ -129,7 +129,7 @@ class TargetReader:
     def _forward(self, ids_1S: torch.Tensor, n_logits: int, images: Mapping[str, torch.Tensor] = NO_IMAGES) -> Reading:
         inputs = dict(images)
         if not images:
-            # Given here, because Transformers would shift them by the last images that the model has read.
+            # Positions are given, because Transformers would shift its own by the last images that the model has read.
             first = self.cache.get_seq_length() + self.shift
             inputs["position_ids"] = torch.arange(first, first + ids_1S.shape[1], device=ids_1S.device)[None]
         out, states = states_of(

@@ -145,7 +145,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest of `values` that at least `percent` % of them do not exceed (nearest rank); nan if empty."""
+    """Return the smallest of `values` that is at least as large as `percent` % of them (nearest rank); nan if empty."""
     ordered = sorted(value for value in values if value == value)
     if not ordered:
         return NAN
@@ -267,8 +267,8 @@ class Busy(NamedTuple):
     def outside_s(self, before: "Busy") -> float:
         """Return the CPU seconds of other processes since `before`, at least 0.
 
-        A process that began since then counts from its start. If one has ended, its time since `before` is unknown, and
-        counts as other processes'.
+        A process of the engine that began after `before` counts from its start. If a process of the engine has ended,
+        its time since `before` is unknown, and counts as time of other processes.
         """
         own_s = sum(now_s - before.own_s.get(pid, 0.0) for pid, now_s in self.own_s.items())
         return max(self.machine_s - before.machine_s - own_s, 0.0)

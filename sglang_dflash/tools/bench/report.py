@@ -133,7 +133,8 @@ def few_steps(turns: Sequence[Mapping[str, Any]], adapting: Collection[str]) -> 
 
     Args:
         turns: counts of steps by width, for each turn (`schedule.Turn`: an arm's requests for a part of the prompts).
-        adapting: names of the arms whose widths adapt. A fresh server of such an arm may begin with one width.
+        adapting: names of the arms whose widths adapt. The counts do not show this, because a fresh server of such an
+            arm may begin with one width.
     """
     short = [turn for turn in turns if turn["arm"] in adapting and sum(turn["n_steps"].values()) < FEW_STEPS]
     for name in dict.fromkeys(turn["arm"] for turn in short):

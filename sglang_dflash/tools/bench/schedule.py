@@ -45,8 +45,8 @@ class Schedule:
         short_turns: with `together`, a part has few prompts (`slices`), so that arms run under equal conditions. False:
             it has all prompts of a task.
         latency: in the first repeat all prompts are also sent as streaming requests.
-        steady_s: length of the measured window of a turn, with as many requests in flight all the time. None: a turn
-            sends each prompt once.
+        steady_s: length of the measured window of a turn, in seconds. In it the number of requests in flight is
+            constant. None: a turn sends each prompt once.
         tie_gap: in nats. Answers must be equal except for near ties within this gap (`compare.py`). None: answers may
             differ.
     """
@@ -112,8 +112,8 @@ class Bench:
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions, by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
     widths: list[dict[str, Any]] = field(default_factory=list)  # number of steps at each width, per turn
-    # The first engine's answers in the first repeat, at the first concurrency, by task. At steady load it answers each
-    # prompt once before.
+    # The first engine's answers in the first repeat, at the first concurrency, by task. At steady load the engine
+    # answers each prompt once before the first repeat.
     reference: dict[int, list[Completion]] = field(default_factory=dict)
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)

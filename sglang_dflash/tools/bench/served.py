@@ -82,6 +82,6 @@ def kept_in_memory(engines: Sequence[ServedEngine], console: Console) -> Iterato
                 engine.keep = True
         yield
     finally:
-        with ExitStack() as stack:  # an error of one stop must not keep the other servers
+        with ExitStack() as stack:  # an error of one stop must not leave other servers running
             for engine in engines:
                 stack.callback(engine.server.stop)

@@ -93,8 +93,8 @@ class DraftSizes:
         split_bytes: weights that are split over ranks: attention and MLP.
         whole_bytes: weights that every rank has: feature fusion, norms, convolutions and the selector's tables.
         window: the layers' sliding window in tokens; None if a layer attends to the whole context.
-        head_bytes: a copy of the head's rows of a reduced vocabulary, total of all ranks; 0: the whole vocabulary.
-        fp8_head_bytes: such a copy in fp8.
+        head_bytes: copy of the head's rows for a reduced vocabulary, total of all ranks; 0 if the vocabulary is whole.
+        fp8_head_bytes: the same copy in fp8.
     """
 
     name: str

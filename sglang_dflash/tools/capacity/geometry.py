@@ -164,7 +164,7 @@ def read_draft(model: str, quantization: str | None = None, itemsize: int | None
     draft = checkpoint.parse({"mask_token_id": 0, **config}, model)  # memory does not depend on the id
     itemsize = itemsize or Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
     sizes = {name: prod(shape) for name, shape in tensors.expected_shapes(draft).items()}
-    sizes.pop("embed_tokens.weight", None)  # one row is kept
+    sizes.pop("embed_tokens.weight", None)  # a server keeps only the mask token's row of this tensor
     n_listed = draft.draft_vocab_size or 0
     split = {name: n for name, n in sizes.items() if name.endswith("_proj.weight")}
     whole = sizes.keys() - split.keys()

@@ -40,7 +40,7 @@ RATIOS = [tenth / 10 for tenth in range(1, 101)]  # tried values of --mamba-full
 TP_SIZES = (2, 4, 8)
 LIMITS = {"--max-total-tokens": "max_tokens", "--max-mamba-cache-size": "n_states"}  # flag -> field of `Serving`
 SMALL_CHUNK, SMALL_BATCH = 2048, 8  # if no request fits, these are tried: tokens of a prefill chunk, requests
-COUNTED = {  # flag of `small_card` -> field of `Serving`
+COUNTED = {  # flag that `lifts` tries for a small card -> field of `Serving`
     "--mem-fraction-static": "mem_fraction",
     "--max-running-requests": "max_requests",
     "--mamba-full-memory-ratio": "mamba_ratio",
@@ -146,7 +146,7 @@ def remarks(options: argparse.Namespace) -> Iterator[str]:
 
 
 def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
-    """Yield each single change of a flag that allows more requests, such as `--tp-size 2`, and their number."""
+    """Yield changes of flags, such as `--tp-size 2`, that each allow more requests, with the number of requests."""
     serving, now = report.serving, report.results[worker]
 
     def then(**changes: Any) -> int:
@@ -255,7 +255,7 @@ def sentences(report: Report) -> Iterator[str]:
 
 
 def more(serving: Serving) -> str:
-    """Return a sentence for a user whose number of requests no single flag raises."""
+    """Return advice on how to fit more requests, for use if no single flag is known to help."""
     limits = [flag for flag, field in LIMITS.items() if vars(serving)[field] is not None]
     return MORE + (f", after dropping {' and '.join(limits)}" if limits else "")
 

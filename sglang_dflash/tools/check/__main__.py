@@ -45,9 +45,10 @@ def help_text() -> str:
 
 
 def refusal(flags: Sequence[str]) -> str:
-    """Return an error if a flag is a misspelt option of this command, or if no flag selects DFLASH; else "".
+    """Return an error if the words misspell an option of this command, are no launch flags, or cannot select DFLASH.
 
-    SGLang is not run: it would first load the model's config, possibly from the hub, which takes minutes to fail.
+    Otherwise return "". SGLang is not run here, because it would load the model's config first. If the config cannot be
+    fetched from the hub, this takes minutes to fail.
     """
     for word in flags:
         if word.startswith("--") and (cure := nearest(word.split("=")[0], OWN, cutoff=0.85)):

@@ -1,4 +1,4 @@
-"""Acceptance of a draft on one answer of the target, in PyTorch: with slots as configured, and shifted by one.
+"""Acceptance of a draft on one or more answers of the target, in PyTorch: with slots as configured, and shifted by one.
 
 In z-lab's drafts, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. In
 anchor-first drafts slot 0 already predicts the token after the anchor. If a config names the wrong layout, hardly any
@@ -40,7 +40,7 @@ def measure(pair: Pair, n_steps: int, data: Path | None = None) -> str:
     """Draft blocks at `n_steps` positions of the target's greedy answers, and count accepted first drafts.
 
     Args:
-        data: JSONL file whose first prompts are answered; None: `PROMPT` is.
+        data: JSONL file whose first prompts are answered. None: `PROMPT` is answered.
 
     Returns:
         A sentence with the share of accepted first drafts.
@@ -112,9 +112,10 @@ def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> tor
 def first_drafts_accepted(
     draft: DraftModel, target: PreTrainedModel, text: torch.Tensor, first: int, n_steps: int
 ) -> dict[int, float]:
-    """Return the share of anchors whose next token the right slot predicts (key 0), and the other (key 1, shifted).
+    """Return the share of anchors whose next token a slot predicts, by shift (`SHIFTS`).
 
-    The first of the slots that predict drafts is right, see `Draft.predicting`.
+    Key 0: the slot that predicts the first draft by the draft's config (`Draft.predicting`), slot 0 or slot 1.
+    Key 1: the other one of these two slots.
 
     Args:
         text: int64 [tokens].

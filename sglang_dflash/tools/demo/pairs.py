@@ -71,7 +71,8 @@ def tiny_show(pair: Pair = tiny.HYBRID) -> Show:
 def smollm2_show() -> Show:
     """Return SmolLM2-135M-Instruct and its draft, to be served in fp32, so that answers must be equal.
 
-    On processors with bf16 instructions, packed fp32 products decode faster than bf16 ones (AMD EPYC, AVX512-BF16).
+    On processors with bf16 instructions, fp32 products with packed weights (`platforms/cpu/packed.py`) decode faster
+    than bf16 products (AMD EPYC, AVX512-BF16).
 
     Raises:
         NoModelError: see `smollm2.checkpoint`.

@@ -23,7 +23,8 @@ gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(gpu and [gpu.name, f"sm{gpu.major}{gpu.minor}", gpu.total_memory]))"""
 MAX_REQUESTS = "32"  # for a tiny pair's server on a GPU
 GPU_FLAGS = (
-    # Servers start side by side. Each counts the others' memory as used, so it may take half.
+    # Servers start side by side. Each counts the others' memory as used, so it may take half of what is free at its
+    # start.
     *("--mem-fraction-static", "0.5", "--sampling-backend", "pytorch"),
     *("--max-total-tokens", "131072"),  # the default for a tiny model is millions, with minutes of bookkeeping
     *("--max-running-requests", MAX_REQUESTS, "--cuda-graph-max-bs-decode", MAX_REQUESTS),
