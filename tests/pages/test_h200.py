@@ -30,7 +30,7 @@ def test_page_has_the_measured_steps_and_the_readme_quotes_them() -> None:
     gains = [5.5 * short["off", n] / short["ours", n] for n in (1, 8)]  # 5.5: the least acceptance length of the card
     assert [f"{gain:.1f}" for gain in gains] == ["4.5", "3.7"]
     breaks_even = [short["ours", n] / short["off", n] for n in (1, 8)]
-    assert f"Above {breaks_even[0]:.2f} (one request) or {breaks_even[1]:.2f} (eight)" in readme
+    assert f"above {breaks_even[0]:.2f} (one request) or {breaks_even[1]:.2f} (eight)" in readme
 
 
 def test_page_has_the_computed_table() -> None:
