@@ -18,8 +18,9 @@ class Layout(NamedTuple):
     Domino's `shift_label` is a third layout: slot i predicts the token of slot i + 1, and the last slot predicts
     nothing.
 
-    A forward returns `n_anchors` tokens of each block before the drafts. SGLang's graph runner returns a row per slot.
-    So an anchor-first forward, which has a draft for every slot, leaves the anchor out.
+    SGLang's graph runner returns one row per slot, so a forward that fills whole blocks returns N tokens of each. With
+    N - 1 drafts these are the anchor and the drafts (`n_anchors` is 1). With N drafts they are the drafts alone
+    (`n_anchors` is 0).
     """
 
     first: int  # slot that predicts the first draft

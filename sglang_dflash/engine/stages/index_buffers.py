@@ -31,8 +31,8 @@ BUFFERS = (
     "_verify_mask",
     "_multi_ctas_kv_counter_buffer",  # trtllm_mha: counters that are zero before and after each launch
 )
-# Attributes that are dictionaries: of fa3, fa4 and trtllm_mha with page tables, and of flashinfer for latent attention
-# with the buffers of decode steps. TABLES: entries that are equal at all widths.
+# Attributes that are dictionaries. The first three are of fa3, fa4 and trtllm_mha, and hold page tables. The last is of
+# flashinfer for latent attention, and holds buffers of decode steps. TABLES: the entries that widths can share.
 METADATA = ("decode_cuda_graph_metadata", "target_verify_metadata", "draft_extend_metadata", "fast_decode_kwargs")
 TABLES = (
     "page_table",

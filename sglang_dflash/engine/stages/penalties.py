@@ -77,7 +77,8 @@ class Penalties:
     def count_anchors(self, reqs: list[Req], anchor_B: torch.Tensor) -> None:
         """Count the first output token of each prompt, int64 [B].
 
-        SGLang draws such a token for every chunk of a prompt. If another chunk follows, its `begin` resets the count.
+        SGLang samples a token after every chunk of a prompt, and keeps only that of the last chunk. The others are
+        counted too, until `begin` for the next chunk clears the count.
         """
         if (asking := self._asking(reqs)) is not None:
             anchor_P1 = anchor_B[asking.asked.index_P, None].to(torch.int64)

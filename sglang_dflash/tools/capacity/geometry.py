@@ -243,7 +243,7 @@ def _header_bytes(file: Path) -> int:
     """
     with file.open("rb") as stream:
         n_bytes = int.from_bytes(stream.read(8), "little")
-        text = stream.read(min(n_bytes, file.stat().st_size))  # a pointer of git-lfs has no header
+        text = stream.read(min(n_bytes, file.stat().st_size))  # a git-lfs pointer begins with text, not with a length
     try:
         header = json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

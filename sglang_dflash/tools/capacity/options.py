@@ -19,7 +19,7 @@ from sglang_dflash.tools.capacity.division import MAMBA_RATIO, RadixStates
 
 CONTEXT = 8192  # default number of tokens of a request, prompt and answer together
 STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
-MISSPELT = 0.85  # similarity to an option from which an unknown flag counts as misspelt
+MISSPELT = 0.85  # an unknown flag counts as misspelt if its similarity to an option is at least this
 # Launch flags without an effect on this computation.
 WITHOUT_EFFECT = (
     *("--speculative-algorithm", "--sampling-backend", "--grammar-backend", "--linear-attn-backend"),
@@ -125,7 +125,8 @@ def uncounted(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     dtype, draft_dtype = options.kv_cache_dtype, options.draft_kv_dtype or options.kv_cache_dtype
     if dtype not in (AUTO, *geometry.KV_ITEMSIZES):
         others.append(f"--kv-cache-dtype {dtype}")
-    if geometry.KV_ITEMSIZES.get(draft_dtype, 2) < 2:  # some backends keep the draft's K and V in the draft's dtype
+    # The draft's K and V are counted in the dtype in which the draft is loaded. Some backends store them in fp8.
+    if geometry.KV_ITEMSIZES.get(draft_dtype, 2) < 2:
         others.append(f"--speculative-draft-kv-cache-dtype {draft_dtype}")
     return others, of_fraction if options.mem_fraction is None else []
 
