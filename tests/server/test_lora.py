@@ -37,7 +37,6 @@ class Kind(NamedTuple):
     env: tuple[tuple[str, str], ...] = ()
     n_prompts: int = 6
     max_new_tokens: int = 48
-    knows_steps: bool = True
 
     @property
     def brief(self) -> bool:
@@ -53,7 +52,6 @@ KINDS = {
     "hybrid": Kind("hybrid", flags=TRACK),
     "dense-triton-graphs": Kind("dense", "triton", **REHEARSED),
     "hybrid-csgmv-graphs": Kind("hybrid", "csgmv", **REHEARSED),
-    "dense-triton-widths": Kind("dense", "triton", **REHEARSED | {"env": SM90 + RANDOM_WIDTHS}, knows_steps=False),
 }
 
 
@@ -115,8 +113,7 @@ def test_answers_and_steps_are_those_of_the_merged_target(serving: Serving, conc
     asked = serving.shuffled(seed=concurrency)
     answers = serving.ask_all(serving.server, asked, concurrency)
     assert tokens_of(answers) == [serving.expected(*pair) for pair in asked]
-    if serving.kind.knows_steps:
-        assert list(map(steps, answers)) == [serving.expected_steps(*pair) for pair in asked]
+    assert list(map(steps, answers)) == [serving.expected_steps(*pair) for pair in asked]
 
 
 def test_a_prefix_is_found_under_its_own_adapter_only(serving: Serving) -> None:
@@ -127,8 +124,7 @@ def test_a_prefix_is_found_under_its_own_adapter_only(serving: Serving) -> None:
         answer = serving.ask(serving.server, name, prompt)
         found.append(answer.meta["cached_tokens"] > 0)
         assert answer.token_ids == serving.expected(name, prompt)
-        if serving.kind.knows_steps:
-            assert steps(answer) == serving.expected_steps(name, prompt), name or "base"
+        assert steps(answer) == serving.expected_steps(name, prompt), name or "base"
     assert found == [False] * 3 + [True] * 3
 
 
