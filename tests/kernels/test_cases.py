@@ -35,7 +35,7 @@ def each_in_and_out(sizes: Sizes) -> Iterator[tuple[str, int]]:
     """Yield (op, least bytes for B=3 and N=16) for ops that read each input once and write each output once."""
     B, N, V = 3, 16, sizes.n_vocab
     yield "penalise", B * N * V * 8 + B * V * 4  # logits read and written, counts read
-    yield "plan_block", B * (8 + 8 + 8) + B * N * (4 + 8 + 8 + 8)
+    yield "plan_block", B * (8 + 8 + 8 + 8) + B * N * (4 + 8 + 8 + 8)
     yield "accept", B * (8 + 8 + 4 + 4 + 8 + 8 + 8) + B * N * (8 + 8 + 8)
 
 
