@@ -147,6 +147,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     sizes = {name: vars(target)[name] for name in ("hidden_size", "vocab_size", "n_layers", "gives_last")}
     check_pair(draft, target.path, **sizes)
     block_size = fit.block_size(arguments, draft)
+    fit.check_flash_rl(arguments, draft)
     fit.check_heads(arguments, draft)
     draft_window, layers = fit.window(arguments, draft, block_size), fit.layers(arguments, draft)
     fit.check_sessions(arguments, draft_window)

@@ -39,7 +39,7 @@ def is_draft(path: str) -> bool:
     """Return whether the checkpoint's config names a DFlash draft; False if no config can be read."""
     try:
         config = files.read_config(path, None)
-    except ValueError:
+    except (ValueError, OSError):  # OSError: no permission, or a name that is too long
         return False
     return names_draft(config)
 

@@ -12,7 +12,7 @@ def check_pair(
 ) -> None:
     """Check that hidden size, vocabulary and layers of the draft's config fit the target.
 
-    The draft's `vocab_size` is compared only if the draft has a selector, whose codebooks have one row per token id.
+    The draft's `vocab_size` is compared only if a tensor of the draft has one row per token id.
 
     Args:
         draft: fields of the draft.
@@ -32,6 +32,11 @@ def check_pair(
         raise ValueError(
             f"{path}: the codebooks of its selector have {draft.vocab_size} rows (config.json: vocab_size), one for "
             f"every token, and the target's vocabulary has {vocab_size} ({target}); {other}"
+        )
+    if draft.gru_hidden_dim and (draft.vocab_size or 0) < vocab_size:
+        raise ValueError(
+            f"{path}: its corrections of logits have {draft.vocab_size} rows (config.json: vocab_size), one for every "
+            f"token, and the target's vocabulary has {vocab_size} ({target}); {other}"
         )
     check_borrowed(draft, target, hidden_size=hidden_size, vocab_size=vocab_size)
     if draft.mask_token_id >= vocab_size:

@@ -268,7 +268,8 @@ class DFlashDraftModel(nn.Module):
             AssertionError, RuntimeError: a tensor has a wrong shape (raised by SGLang's loaders).
         """
         parameters = dict(self.named_parameters())
-        weights = tensors.apart(self.fields, unpacked(weights, self.config.packing, self.norm.weight.dtype))
+        plain = unpacked(weights, self.config.packing, self.norm.weight.dtype)
+        weights = tensors.apart(self.fields, ((own_name(name), tensor) for name, tensor in plain))
         weights = chain(weights, self._own_mask())
         if self.needed <= self.loaded:
             if self.is_quantized:
@@ -277,7 +278,6 @@ class DFlashDraftModel(nn.Module):
             require_all_known((name for name, _ in weights), parameters)
             self._require_same_vocabulary(dict(weights).get("d2t"))
         for name, tensor in weights:
-            name = own_name(name)
             if not is_unused(name, parameters):
                 fused, shard = require_known(name, parameters)
                 loader_of(parameters[fused])(parameters[fused], tensor, *shard)

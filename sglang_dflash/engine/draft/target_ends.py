@@ -202,7 +202,8 @@ def most_probable(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[to
 
 def best_of(logits_TV: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the candidates of `best_candidates` for the logits of this rank's shard."""
-    logits_TK, token_TK = ends.top_k(logits_TV, k)
+    # FlashInfer needs contiguous logits, and a padded head's are not after `head_logits`.
+    logits_TK, token_TK = ends.top_k(logits_TV.contiguous(), k)
     logits_TK, token_TK = logits_TK.float(), token_TK.long() + ends.first_token
     if ends.tp_group is None:
         return token_TK, logits_TK

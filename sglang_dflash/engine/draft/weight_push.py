@@ -15,11 +15,9 @@ import torch
 from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
 
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
-from sglang_dflash.engine.draft.weights import QUANTIZED
+from sglang_dflash.engine.draft.weights import NOT_LOADED, QUANTIZED
 
 Outcome = tuple[bool, str]
-# Errors that SGLang's models raise for a tensor with an unknown name or a wrong shape.
-NOT_LOADED = (ValueError, KeyError, RuntimeError, AssertionError)
 
 
 def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any) -> Any:

@@ -3,8 +3,8 @@
 SGLang loads a checkpoint into both target and draft, which have tensors with equal names. If a load fails, SGLang
 reloads the same checkpoint, so it cannot restore the old weights. With this hook a DFlash draft's checkpoint is loaded
 only into the draft, and any other checkpoint only into the target. A draft that does not fit the served one is rejected
-before a tensor changes. Answers depend only on the target. With a new target the old draft still gives exact answers,
-but its acceptance may change.
+before a tensor changes. If its load fails all the same, the client gets the error, and the server goes on. Answers
+depend only on the target. With a new target the old draft still gives exact answers, but its acceptance may change.
 
 Captured graphs read weights in place, so they stay valid for new weights. SGLang's option to capture graphs again
 (`recapture_cuda_graph`) is rejected, because SGLang would capture graphs of one width only.
@@ -20,7 +20,7 @@ from sglang_dflash.engine.draft.dialects import is_draft
 from sglang_dflash.engine.draft.pair import check_borrowed
 from sglang_dflash.engine.draft.record import ADDED, RARE, Checkpoint
 from sglang_dflash.engine.draft.sglang_model import DFlashDraftModel
-from sglang_dflash.engine.draft.weights import QUANTIZED
+from sglang_dflash.engine.draft.weights import NOT_LOADED, QUANTIZED
 
 Update = Callable[..., tuple[bool, str]]
 # Fields of a draft that fix how the server is built at its start. A new draft must have equal values.
@@ -41,7 +41,7 @@ def own_checkpoint_only(
     Args:
         served: draft with which the server was started.
         vocab_size: size of the target's vocabulary.
-        block_size: number of tokens per block on this server, at most `served.block_size`.
+        block_size: number of tokens per block on this server.
         served_is_quantized: the served draft was quantized while it loaded.
     """
 
@@ -61,11 +61,18 @@ def own_checkpoint_only(
             try:
                 new = checkpoint.read(model_path)
                 require_like(served, new, vocab_size, block_size)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 return False, str(error)
             config = updater.get_model().config
             config.packing = new.packing
             config.mask_file = new.mask_file
+            try:
+                return stock(updater, model_path, *args, **kwargs)
+            except NOT_LOADED as error:  # SGLang has loaded the same files twice, with the same error
+                return False, (
+                    f"the draft in {model_path} was not loaded ({type(error).__name__}: {error}); some weights may be "
+                    "replaced: load the served draft again, or restart the server with the new one"
+                )
         return stock(updater, model_path, *args, **kwargs)
 
     return update
@@ -74,19 +81,21 @@ def own_checkpoint_only(
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int, block_size: int) -> None:
     """Check that the new draft has the served draft's values of the fields `BUILT`, and belongs to the same target.
 
-    If the served draft has a selector, also compare `vocab_size`. The new draft must also have been trained for blocks
-    of at least `block_size` tokens.
+    If the served draft has a tensor with a row per token, also compare `vocab_size`. For a LiLiCorr draft also compare
+    `block_size`, which determines shapes. The new draft's blocks must be as long as those of this server, unless the
+    served draft was trained for shorter ones.
 
     Raises:
         ValueError: a value differs, the new draft's blocks are too short, or a target tensor in its files does not fit.
     """
     check_borrowed(new, "that of this server", hidden_size=served.hidden_size, vocab_size=vocab_size)
-    if new.n_drafts + 1 < block_size:
+    if new.n_drafts < min(block_size - 1, served.n_drafts):
         raise ValueError(
             f"{new.path}: block_size is {new.block_size}, and this server drafts blocks of {block_size}; "
             "restart the server with the new draft"
         )
-    also = ["vocab_size"] if served.selector_rank else []
+    also = ["vocab_size"] if served.selector_rank or served.gru_hidden_dim else []
+    also += ["block_size"] if served.lilicorr else []
     if served.num_target_layers and new.num_target_layers:
         also.append("num_target_layers")
     for name in (*BUILT, *also):

@@ -17,6 +17,8 @@ from sglang_dflash.engine.draft.pair import unused
 
 logger = logging.getLogger(__name__)
 
+# Errors that SGLang's models and this draft raise for a tensor with an unknown name or a wrong shape.
+NOT_LOADED = (ValueError, KeyError, IndexError, RuntimeError, AssertionError)
 QUANTIZED = "a quantized draft takes no new weights; restart the server with the new draft"
 
 # A checkpoint stores some projections separately that the model fuses into one parameter. For each such projection:

@@ -7,7 +7,7 @@ from sglang_dflash.engine.draft.record import Checkpoint
 from sglang_dflash.engine.host.arguments import IGNORED, Arguments, TargetFacts, flag
 from sglang_dflash.engine.memory.sizes import MAX_REQUESTS, kept_window
 from sglang_dflash.engine.memory.texts import DETERMINISTIC
-from sglang_dflash.errors import NotSupported
+from sglang_dflash.errors import STOCK, NotSupported
 
 # Load formats that read a draft's files. With "auto" SGLang would refuse the options of the last two in
 # --model-loader-extra-config.
@@ -100,6 +100,19 @@ def check_disaggregation(arguments: Arguments, draft: Checkpoint) -> None:
             f"--disaggregation-mode {arguments.disaggregation} is not supported with a LiLiCorr draft ({draft.path}: "
             "it also reads the context of the last prompt token, which is not sent with the K/V); drop "
             "--disaggregation-mode, or give another draft"
+        )
+
+
+def check_flash_rl(arguments: Arguments, draft: Checkpoint) -> None:
+    """Refuse `--load-format flash_rl` for a draft with a reduced vocabulary, or raise NotSupported.
+
+    Such a draft has a copy of the head's rows. SGLang's update of the target with this format does not call what
+    refreshes the copy.
+    """
+    if arguments.load_format == "flash_rl" and draft.draft_vocab_size:
+        raise NotSupported(
+            "--load-format flash_rl is not supported for a draft with a reduced vocabulary (its copy of the head's "
+            f"rows would not follow updates of the target); {STOCK}"
         )
 
 

@@ -74,7 +74,10 @@ def test_drafts_come_from_the_copy_without_its_padding() -> None:
     head.weight.data.zero_()  # only the copy keeps the weights
     logits_TV = copy.logits(hidden_TH)[:, :REAL]
     assert torch.equal(likeliest(hidden_TH, ends), logits_TV.argmax(-1))
+    given = list[bool]()
+    ends = ends._replace(top_k=lambda x_TV, k: given.append(x_TV.is_contiguous()) or x_TV.topk(k))
     tokens_TK, best_TK = best_candidates(hidden_TH, ends, 4)
+    assert given == [True], "FlashInfer's top-k refuses other logits"
     assert torch.equal(best_TK, logits_TV.topk(4).values)
     assert torch.equal(tokens_TK, logits_TV.topk(4).indices)
 

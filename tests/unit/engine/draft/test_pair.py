@@ -2,6 +2,7 @@
 
 import json
 import logging
+from copy import copy
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -50,6 +51,17 @@ def test_codebooks_must_have_the_targets_rows(checkpoints, tmp_path):
     sentence = r"codebooks of its selector have 128 rows \(config.json: vocab_size\), .* target's vocabulary has 136 \("
     with pytest.raises(ValueError, match=sentence):
         check(checkpoint.read(str(folder)), 136)
+
+
+def test_domino_needs_a_row_for_every_token(checkpoints, tmp_path):
+    """Its rollout looks up a row for each candidate of the target's head."""
+    draft = copy(checkpoint.read(str(checkpoints.write_draft(tmp_path))))
+    vars(draft).update(gru_hidden_dim=8, emb_dim=8)
+    for n_rows in (128, 136):
+        vars(draft)["vocab_size"] = n_rows
+        check(draft)
+    with pytest.raises(ValueError, match=r"corrections of logits have 136 rows .* the target's vocabulary has 137 \("):
+        check(draft, 137)
 
 
 def test_codebooks_must_have_the_configs_rows(checkpoints, tmp_path):

@@ -61,6 +61,15 @@ def test_an_update_that_does_not_fit_changes_nothing(name: str, tensor: torch.Te
     assert model.d2t.tolist() == [0, 1, 3]
 
 
+def test_names_with_an_exporters_prefix_are_checked_too() -> None:
+    model = Served()
+    model.fields = replace(model.fields, has_embed_tokens=True, mask_token_id=2)
+    model.load_weights([("model.embed_tokens.weight", torch.arange(4.0)[:, None].expand(4, H))])
+    assert model.mask_embedding.tolist() == [2.0] * H, "the row of the mask token"
+    with pytest.raises(ValueError, match="d2t lists other tokens"):
+        model.load_weights([("model.d2t", torch.tensor([0, 2, 3]))])
+
+
 def test_an_update_may_repeat_the_served_vocabulary() -> None:
     model = Served()
     model.load_weights([("d2t", torch.tensor([0, 1, 3])), ("norm.weight", torch.full((H,), 2.0))])

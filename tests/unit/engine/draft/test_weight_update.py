@@ -141,7 +141,9 @@ def test_a_push_to_a_quantized_draft_is_refused_by_its_cause() -> None:
     assert pushed(DRAFT, ValueError(QUANTIZED)) == (False, QUANTIZED)
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyError("x"), RuntimeError("x"), AssertionError("x")])
+@pytest.mark.parametrize(
+    "error", [kind("x") for kind in (ValueError, KeyError, IndexError, RuntimeError, AssertionError)]
+)
 @pytest.mark.parametrize(("updater", "model", "other"), [(DRAFT, "draft", "target"), (TARGET, "target", "draft")])
 def test_a_push_that_does_not_fit_is_answered(
     updater: SimpleNamespace, model: str, other: str, error: Exception
@@ -195,13 +197,48 @@ def test_each_field_that_a_model_is_built_from_is_compared(field: str) -> None:
 
 
 def test_a_selector_needs_the_vocabulary_of_the_served_one() -> None:
-    """Without a selector a draft has no row per token id, so its vocabulary may be padded otherwise."""
+    """Only a selector and Domino have a row per token id. Another draft's vocabulary may be padded otherwise."""
     padded = {"vocab_size": VOCAB_SIZE + 8}
     require_like(SERVED, like(**padded), VOCAB_SIZE, BLOCK_SIZE)
-    with pytest.raises(ValueError, match="vocab_size is 1032, and the draft being served has 1024"):
-        require_like(
-            like(selector_rank=8, vocab_size=VOCAB_SIZE), like(selector_rank=8, **padded), VOCAB_SIZE, BLOCK_SIZE
-        )
+    for kind in ({"selector_rank": 8}, {"gru_hidden_dim": 8}):
+        with pytest.raises(ValueError, match="vocab_size is 1032, and the draft being served has 1024"):
+            require_like(like(vocab_size=VOCAB_SIZE, **kind), like(**kind, **padded), VOCAB_SIZE, BLOCK_SIZE)
+
+
+def test_a_lilicorr_draft_needs_the_block_of_the_served_one() -> None:
+    """Shapes of its tensors depend on the block."""
+    longer = {"block_size": SERVED.block_size + 8}
+    require_like(SERVED, like(**longer), VOCAB_SIZE, BLOCK_SIZE)
+    with pytest.raises(ValueError, match="block_size is 24, and the draft being served has 16"):
+        require_like(like(lilicorr="sizes"), like(lilicorr="sizes", **longer), VOCAB_SIZE, BLOCK_SIZE)
+
+
+def test_a_server_whose_blocks_are_longer_than_trained_takes_an_equal_draft() -> None:
+    require_like(SERVED, SERVED, VOCAB_SIZE, block_size=24)
+    with pytest.raises(ValueError, match="block_size is 15, and this server drafts blocks of 24"):
+        require_like(SERVED, like(block_size=15), VOCAB_SIZE, block_size=24)
+
+
+def test_a_load_that_fails_is_answered() -> None:
+    """SGLang loads the same files again after an error, and the second error would end the scheduler."""
+    update = own_checkpoint_only(SERVED, vocab_size=VOCAB_SIZE, block_size=BLOCK_SIZE)
+
+    def stock(*_: object) -> tuple[bool, str]:
+        raise AssertionError("a shape differs")
+
+    ok, message = update(stock, DRAFT, str(HYBRID.draft))
+    assert not ok
+    assert message.startswith(f"the draft in {HYBRID.draft} was not loaded (AssertionError: a shape differs); some")
+    with pytest.raises(AssertionError, match="a shape differs"):
+        update(stock, TARGET, str(HYBRID.target))
+
+
+def test_a_path_that_cannot_be_read_is_left_to_sglang(load: Callable) -> None:
+    """SGLang answers with its own error. An OSError in the hook would end the scheduler."""
+    path = f"/{'x' * 300}"
+    with pytest.raises(OSError, match="File name too long"):
+        Path(path).exists()
+    assert load(TARGET, path) == (True, f"loaded {path} as auto")
 
 
 def test_a_draft_for_shorter_blocks_that_suffice_is_loaded(load: Callable, tmp_path: Path) -> None:

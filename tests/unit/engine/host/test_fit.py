@@ -1,5 +1,6 @@
 """Launch notes: one log sentence for each difference between a draft's files and how the draft is served."""
 
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +53,16 @@ def test_a_draft_keeps_its_weights_with_a_dummy_target(draft: Checkpoint) -> Non
     assert note == "--load-format dummy applies only to the target: the draft is loaded from draft"
     asked = replace(dummy, draft_load_format="safetensors")
     assert fit.load_format(asked) == "safetensors"
+
+
+def test_flash_rl_would_leave_the_heads_copy_unchanged(draft: Checkpoint) -> None:
+    flash = replace(ARGUMENTS, load_format="flash_rl")
+    fit.check_flash_rl(flash, draft)
+    reduced = copy(draft)
+    vars(reduced)["draft_vocab_size"] = 32
+    fit.check_flash_rl(ARGUMENTS, reduced)
+    with pytest.raises(NotSupported, match=r"flash_rl is not supported for a draft with a reduced vocabulary .*"):
+        fit.check_flash_rl(flash, reduced)
 
 
 def test_a_draft_without_weights_is_refused() -> None:
