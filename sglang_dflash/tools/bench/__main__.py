@@ -125,15 +125,17 @@ def every_repeat(bench: Bench, console: Console) -> list[Row]:
     Raises:
         KeyboardInterrupt, ServerError: it came before the first repeat was complete.
     """
-    rows: list[Row] = []
+    rows, n_turns = list[Row](), 0
     try:
         for repeat in range(bench.schedule.repeats):
             rows += bench.repeat(repeat)
+            n_turns = len(bench.widths)
             if not console.is_terminal:
                 console.print(f"repeat {repeat + 1} of {bench.schedule.repeats} is measured")
     except (KeyboardInterrupt, ServerError) as error:
         if not rows:
             raise
+        del bench.widths[n_turns:]  # of the repeat that is not complete
         bench.failure = error if isinstance(error, ServerError) else None
     return rows
 

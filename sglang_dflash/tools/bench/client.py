@@ -7,7 +7,7 @@ Requests use httpx, because the `openai` client would build an object for every 
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
@@ -116,7 +116,9 @@ class HttpEngine(Engine):
                     response.read()
                 self._checked(response)
                 # The returned function parses the lines, after the clock has stopped.
-                events = [(time.perf_counter(), line) for line in response.iter_lines() if line.startswith("data: {")]
+                events = [
+                    (time.perf_counter(), line) for line in lines_of(response.iter_text()) if line.startswith("data: {")
+                ]
         return lambda: streamed(f"{self.name}: {self.url}", sent, events)
 
     def require_messages(self, prompts: Sequence[Prompt]) -> None:
@@ -226,6 +228,19 @@ def steps_of(meta: Mapping[str, Any], n_tokens: int) -> Steps:
     by_accepted = meta.get("spec_correct_drafts_histogram", ())  # numbers of steps that accepted 0, 1, 2, ... drafts
     reached_D = tuple(sum(by_accepted[n:]) for n in range(1, len(by_accepted)))
     return Steps(meta.get("spec_verify_ct", n_tokens - 1), meta.get("spec_num_correct_drafts", 0), reached_D)
+
+
+def lines_of(chunks: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a text, each once it is complete. Only a line feed ends a line.
+
+    httpx also ends lines at U+2028 and other characters that JSON strings may contain.
+    """
+    rest = ""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split("\n")
+        yield from whole
+    if rest:
+        yield rest
 
 
 def unstreamed(server: str, reply: dict[str, Any]) -> Completion:

@@ -40,8 +40,8 @@ class Steps(NamedTuple):
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Return the shares of steps whose 1st, 2nd, ... draft was accepted."""
-        return [reached / self.n if self.n else NAN for reached in self.reached_D]
+        """Return the shares of steps whose 1st, 2nd, ... draft was accepted. Return no shares without steps."""
+        return [reached / self.n for reached in self.reached_D] if self.n else []
 
     def since(self, earlier: "Steps") -> "Steps":
         reached_D = (now - earlier.reached_D[i] for i, now in enumerate(self.reached_D))

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ COUNTED = {  # flag that `lifts` tries for a small card -> field of `Serving`
     "--max-running-requests": "max_requests",
     "--mamba-full-memory-ratio": "mamba_ratio",
 }
+MOST = 4097  # tried values of --max-running-requests are below it
 WINDOW = 4096  # tried value of --speculative-draft-window-size
 MORE = "for more, raise --mem-fraction-static, use more or larger cards, or lower --context"
 NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
@@ -160,7 +162,8 @@ def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
     for flag, field in LIMITS.items():
         if vars(serving)[field] is not None:
             tried[f"without {flag}"] = then(**{field: None})
-    most = then(max_requests=4096)
+    # With more rows for requests there is less memory for their tokens.
+    most = bisect_left(range(1, MOST), True, key=lambda n: then(max_requests=n) < n)
     tried[f"--max-running-requests {most}"] = most
     if worker is Worker.PLUGIN and not now.ring_bytes:
         tried[f"--speculative-draft-window-size {WINDOW}"] = then(window=WINDOW)

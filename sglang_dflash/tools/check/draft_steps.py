@@ -76,7 +76,9 @@ def read_turns(path: Path) -> list[list[dict[str, Any]]]:
         ValueError: there is no such file, or a line has neither chat `messages` with a user turn nor a `prompt`.
     """
     found = []
-    for number, line in enumerate(filter(str.strip, read_text(path).splitlines()), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):  # JSON strings may contain other line ends
+        if not line.strip():
+            continue
         try:
             fields = json.loads(line)
             turns = fields.get("messages") or [{"role": "user", "content": fields["prompt"]}]

@@ -16,7 +16,7 @@ from sglang_dflash.pairs.servers.errors import ServerError
 from sglang_dflash.pairs.tiny import pairs as tiny
 from sglang_dflash.plot import Panel
 from sglang_dflash.tools.bench import measure
-from sglang_dflash.tools.bench.client import steps_of
+from sglang_dflash.tools.bench.client import lines_of, steps_of
 from sglang_dflash.tools.bench.compare import Difference, differences, lead
 from sglang_dflash.tools.bench.measure import Completion, Measurement, Spread, Steps, percentile, slices, timed
 from sglang_dflash.tools.bench.report import (
@@ -259,11 +259,19 @@ def test_steps_of_several_answers_are_summed():
     assert whole.since(Steps(4, 3, (2, 1, 0))) == Steps(3, 3, (1, 1, 1))
 
 
+def test_only_line_feeds_end_an_event():
+    """A delta may contain U+2028, at which `str.splitlines` and httpx end a line. Chunks may end anywhere."""
+    text = 'data: {"a": "b\u2028c\x85d"}\n\ndata: [DONE]'
+    for size in (1, 7, len(text)):
+        chunks = (text[i : i + size] for i in range(0, len(text), size))
+        assert list(lines_of(chunks)) == ['data: {"a": "b\u2028c\x85d"}', "", "data: [DONE]"]
+
+
 def test_a_run_has_steps_only_if_every_answer_has():
     counted, uncounted = Completion(2, steps=Steps(1, 0)), Completion(2)
     assert Measurement([counted, uncounted], 1.0, 0.0).steps is None
     assert math.isnan(Steps(0, 0).committed_per_step)
-    assert all(map(math.isnan, Steps(0, 0, (0,)).acceptance_by_position))
+    assert Steps(0, 0, (0,)).acceptance_by_position == [], "no JSON has a number for 0 / 0"
     assert Measurement([uncounted, uncounted], 1.0, 0.0, counted=Steps(2, 2)).steps == Steps(2, 2)
 
 

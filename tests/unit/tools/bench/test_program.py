@@ -364,13 +364,14 @@ def test_an_arm_that_runs_the_plugin_against_its_name_is_refused(bench, serve):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ServerError("ours: stopped answering")])
 def test_an_interrupted_run_keeps_its_whole_repeats(error):
     def repeat(number: int) -> list[dict[str, int]]:
+        bench.widths.append({"repeat": number})
         if number == whole:
             raise error
         return [{"repeat": number}]
 
-    bench = cast(Bench, SimpleNamespace(schedule=SimpleNamespace(repeats=5), repeat=repeat))
+    bench = cast(Bench, SimpleNamespace(schedule=SimpleNamespace(repeats=5), repeat=repeat, widths=[]))
     whole = 2
-    assert every_repeat(bench, Console()) == [{"repeat": 0}, {"repeat": 1}]
+    assert every_repeat(bench, Console()) == bench.widths == [{"repeat": 0}, {"repeat": 1}]
     assert bench.failure is (error if isinstance(error, ServerError) else None)
     whole = 0
     with pytest.raises(type(error)):

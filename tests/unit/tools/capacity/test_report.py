@@ -471,6 +471,18 @@ def test_promised_lifts_hold(capsys):
                 assert json.loads(capsys.readouterr().out)["workers"][worker]["requests"] == n, flag
 
 
+def test_a_window_does_not_hide_that_more_requests_may_run(capsys):
+    """Each request that may run takes memory, for its ring and its token history, also if it does not run."""
+    asked = ["--model", "Qwen3-8B", "--gpu-memory", "140.4", "--window", "4096", "--json"]
+    capacity_report.main(asked)
+    ((flag, n),) = json.loads(capsys.readouterr().out)["workers"]["plugin"]["lifts"].items()
+    assert flag == f"--max-running-requests {n}"
+    for more, fit in ((0, True), (1, False)):
+        capacity_report.main([*asked, "--max-running-requests", str(n + more)])
+        found = json.loads(capsys.readouterr().out)["workers"]["plugin"]["requests"]
+        assert (found == n + more) == fit
+
+
 def test_states_in_half_precision(capsys):
     capacity_report.main([*ASKED, "--mamba-ssm-dtype", "bfloat16", "--json"])
     assert json.loads(capsys.readouterr().out)["workers"]["stock"]["requests"] == 18

@@ -89,6 +89,15 @@ def test_prompts_of_a_file_replace_the_own_prompt(tmp_path, monkeypatch):
     assert answered[0][0] > answered[1][0] == answered[2][0]
 
 
+def test_only_line_feeds_separate_the_lines_of_a_file(tmp_path):
+    data, asked = tmp_path / "mine.jsonl", {"role": "user", "content": "a\u2028b"}
+    data.write_text('\n{"prompt": "a\u2028b"}\n')
+    assert read_turns(data) == [[asked]]
+    data.write_text('{"prompt": "a\u2028b"}\n\n{}\n')
+    with pytest.raises(ValueError, match=r"mine\.jsonl:3 has no"):
+        read_turns(data)
+
+
 @pytest.mark.parametrize("line", ["", "no JSON", "[]", '{"text": "a"}', json.dumps({"messages": [REPLY]})])
 def test_a_file_without_prompts_is_refused(line, tmp_path):
     (tmp_path / "mine.jsonl").write_text(line)
