@@ -20,6 +20,7 @@ from sglang_dflash.engine.host.requests import (
     create_req,
     end_turn,
     keep_no_memory,
+    keep_read_tokens,
     outcomes_before_version,
     outcomes_first,
     update_finish_state,
@@ -53,11 +54,9 @@ def hook_scheduler(config: DFlashConfig) -> None:
     if config.flags.simulated is None:  # with simulated acceptance SGLang rejects sampling masks
         hooks[HOOKS["validate_mask"]] = admit, HookType.AROUND
     recurrent = config.target.recurrent
+    hooks[HOOKS["turn_end"]] = end_turn if recurrent else keep_read_tokens, HookType.AROUND
     if recurrent:
-        hooks |= {
-            HOOKS["session_memory"]: (keep_no_memory, HookType.AROUND),
-            HOOKS["turn_end"]: (end_turn, HookType.AROUND),
-        }
+        hooks[HOOKS["session_memory"]] = keep_no_memory, HookType.AROUND
     if recurrent and config.disaggregation == "decode":
         hooks[HOOKS["update_running"]] = outcomes_first, HookType.AROUND
     of_draft_kv = {HOOKS[name]: hook for name, hook in config.draft_kv.hooks(recurrent=recurrent).items()}

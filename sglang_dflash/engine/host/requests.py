@@ -106,6 +106,22 @@ def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
     """Do nothing, so that a session does not take over a turn's memory. Hook around `StreamingSession.take`."""
 
 
+def keep_read_tokens(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
+    """End or interrupt a turn of a session, which keeps the turn's K/V without those of its last token.
+
+    The last token may be the bonus of the last step, whose K/V were not computed. SGLang relies on the end of the
+    allocated KV slots here, but with speculation more slots are allocated. As without speculation, the next turn reads
+    this token. Hook around `StreamingSession.try_cache_finished_req`.
+    """
+    slot = sessions.borrowed_slot(req)
+    keeps = stock(sessions, req)
+    if keeps:
+        n_output = len(req.output_ids) if req.finished_len is None else req.finished_len
+        n_read = max(len(req.origin_input_ids) + n_output - 1, slot.kv.cache_protected_len)
+        slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, n_read)
+    return keeps
+
+
 def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:
     """Process the outcome of the step in flight before requests are retracted for lack of memory.
 

@@ -8,7 +8,13 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dflash.engine.host.requests import admit, end_turn, outcomes_before_version, outcomes_first
+from sglang_dflash.engine.host.requests import (
+    admit,
+    end_turn,
+    keep_read_tokens,
+    outcomes_before_version,
+    outcomes_first,
+)
 
 
 def test_requests_that_sglangs_worker_refuses_are_admitted():
@@ -83,6 +89,26 @@ def test_a_session_is_notified_of_the_end_of_a_turn(streaming, reason, calls):
     req = SimpleNamespace(session=session, release_mm_inputs_on_abort=lambda: None, **ended)
     assert end_turn(stock, None, req) is False
     assert calls_made == calls
+
+
+@pytest.mark.parametrize(
+    ("finished_len", "protected", "kept"), [(3, 0, 12), (None, 0, 14), (3, 13, 13)], ids=["cut", "whole", "in the tree"]
+)
+def test_a_session_keeps_no_memory_of_a_turns_last_token(finished_len, protected, kept):
+    """More KV slots are allocated than tokens were read, so SGLang's limit, the allocated slots, has no effect."""
+    slot = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=0, cache_protected_len=protected))
+    sessions = SimpleNamespace(borrowed_slot=lambda req: slot)
+    req = SimpleNamespace(origin_input_ids=[0] * 10, output_ids=[0] * 5, finished_len=finished_len)
+
+    def keep(sessions: Any, req: Any) -> bool:
+        slot.kv.kv_committed_len = 10 + (finished_len or 5)
+        return True
+
+    assert keep_read_tokens(keep, sessions, req)
+    assert slot.kv.kv_committed_len == kept
+    slot.kv.kv_committed_len = 7
+    assert not keep_read_tokens(lambda *_: False, sessions, req), "another request, or an aborted turn"
+    assert slot.kv.kv_committed_len == 7
 
 
 def test_a_request_without_a_session_is_released_by_sglang() -> None:
