@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sglang_dflash.engine.memory.draft_kv import DraftKV
 
 DRAFT_QUANTIZATIONS = ("fp8", "unquant")
+METRIC_LABELS = ("match", "pool", "position", "stage", "width")  # of the metrics in `metrics/table.py`
 FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  # values of `device_of` that allow fp8
 
 
@@ -236,6 +237,16 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
         raise NotSupported(
             "SGLANG_USE_HND_KVCACHE=1 is not supported with DFLASH (the draft's K/V are written with a token's heads "
             "side by side); set SGLANG_USE_HND_KVCACHE=0"
+        )
+    if arguments.pipeline_rows:
+        raise NotSupported(
+            "SGLANG_ENABLE_PP_SPEC=1 is not supported with DFLASH (it is for pipeline parallelism, and moves the "
+            "convolution windows of a verify); set SGLANG_ENABLE_PP_SPEC=0"
+        )
+    if taken := [label for label in METRIC_LABELS if label in arguments.metric_labels]:
+        raise NotSupported(
+            f"--extra-metric-labels has {', '.join(taken)}, and metrics of sglang-dflash have labels of this name; "
+            "give another name"
         )
     arguments.require_rollback()
     arguments.require_backup()

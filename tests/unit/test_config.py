@@ -8,11 +8,12 @@ import pytest
 
 from sglang_dflash import flags
 from sglang_dflash.engine import config
-from sglang_dflash.engine.config import check_arguments, combine
+from sglang_dflash.engine.config import METRIC_LABELS, check_arguments, combine
 from sglang_dflash.engine.draft import checkpoint
 from sglang_dflash.engine.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.engine.host.arguments import IGNORED, UNSUPPORTED, Arguments, TargetFacts, flag, is_given
 from sglang_dflash.engine.host.names import SECTIONS
+from sglang_dflash.engine.metrics.table import METRICS
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import Copy, GdnState
 
@@ -209,6 +210,19 @@ def test_sizing_after_capture_refuses_a_window(draft):
     combine(asked, TARGET, draft, FLAGS)
     with pytest.raises(NotSupported, match=r"a draft window of 64 .*; set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=0$"):
         combine(replace(asked, draft_window=64), TARGET, draft, FLAGS)
+
+
+def test_rows_for_pipeline_parallelism_are_refused():
+    with pytest.raises(NotSupported, match=r"^SGLANG_ENABLE_PP_SPEC=1 .*; set SGLANG_ENABLE_PP_SPEC=0$"):
+        check_arguments(replace(ARGUMENTS, pipeline_rows=True), FLAGS)
+
+
+def test_metric_labels_of_the_plugin_are_taken():
+    """Prometheus refuses a label that is given twice, in the scheduler and after the start."""
+    assert set(METRIC_LABELS) == {label for metric in METRICS for label in metric.labels}
+    check_arguments(replace(ARGUMENTS, metric_labels=("region",)), FLAGS)
+    with pytest.raises(NotSupported, match=r"^--extra-metric-labels has pool, width, and metrics .* another name$"):
+        check_arguments(replace(ARGUMENTS, metric_labels=("width", "region", "pool")), FLAGS)
 
 
 def test_a_kv_cache_with_heads_first_is_refused():

@@ -87,6 +87,8 @@ class Arguments:
     deterministic: bool = False  # `--enable-deterministic-inference`, which `--rl-on-policy-target` sets too
     model_impl: str = "auto"
     heads_first: bool = False  # SGLANG_USE_HND_KVCACHE: a page of the KV cache holds the tokens of each head together
+    pipeline_rows: bool = False  # SGLANG_ENABLE_PP_SPEC: a verify stores windows by rows of the request table
+    metric_labels: tuple[str, ...] = ()  # names in `--extra-metric-labels`
     memory_saver: bool = False  # `--enable-memory-saver`
     backs_up_draft: bool = False  # when weights are released, the host keeps a copy of the draft's weights
     max_requests: int | None = None  # `--max-running-requests`
@@ -172,6 +174,8 @@ def arguments_of(server_args: Any) -> Arguments:
         deterministic=args.enable_deterministic_inference or args.rl_on_policy_target is not None,
         model_impl=args.model_impl,
         heads_first=envs.SGLANG_USE_HND_KVCACHE.get(),
+        pipeline_rows=envs.SGLANG_ENABLE_PP_SPEC.get(),
+        metric_labels=tuple(args.extra_metric_labels or ()),
         memory_saver=args.enable_memory_saver,
         backs_up_draft=args.enable_weights_cpu_backup or args.enable_draft_weights_cpu_backup,
         max_requests=args.max_running_requests,

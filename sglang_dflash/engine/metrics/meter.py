@@ -180,14 +180,15 @@ class Meter:
     def idle(self, result: None, reporter: Any) -> None:
         """Write pending counts when no request runs. Hook after `SchedulerMetricsReporter._maybe_log_idle_metrics`."""
         if not self.is_written:
-            self.write()
+            self.write(is_idle=True)
 
-    def write(self) -> None:
-        """Pass all new counts, stage times and pool gauges to Prometheus."""
+    def write(self, *, is_idle: bool = False) -> None:
+        """Pass all new counts, stage times and pool gauges to Prometheus. Only if `is_idle`, wait for the device."""
         self.exports.write(self.tally, self.cut)
         for stage, seconds in self.times.read():
             self.exports.seconds[stage].observe(seconds)
         self.exports.write_pools(self.pools)
         if self.copies is not None:
-            self.exports.write_copies(self.copies.more().tolist())
+            new_K2 = self.copies.now() if is_idle else self.copies.more()
+            self.exports.write_copies(new_K2.tolist())
         self.tally, self.cut, self.is_written = Tally(), Tally(), True

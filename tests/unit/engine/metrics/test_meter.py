@@ -143,6 +143,19 @@ def test_counts_of_a_device_arrive_asynchronously(monkeypatch: pytest.MonkeyPatc
     assert late.more().tolist() == [0, 4]
 
 
+def test_an_idle_server_shows_all_copies(scraped: Scraped, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later step would write what a copy in flight lacks."""
+    counts_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
+    exports = Exports(scraped.collector, widest=BLOCK, widths=[1, BLOCK])
+    meter = Meter(exports, StageTimes(Clock()), lambda row, prefix_len: False, {}, late := LateCounts(counts_K2))
+    late.asked = counts_K2.clone(), SimpleNamespace(query=lambda: False)
+    counts_K2[4] += torch.tensor([1, 15])
+    meter.is_written = False
+    meter.idle(None, None)
+    assert scraped.by("match", "copied_drafts_total")["16"] == 15
+    assert late.asked is None
+
+
 def test_counts_are_written_after_enough_blocks_or_when_idle(meter: Meter, scraped: Scraped) -> None:
     for _ in range(WRITE_EVERY - 1):
         add(meter, 2, (request(), 0))
