@@ -17,6 +17,7 @@ from sglang_dflash.engine.host.intake import take_in, take_no_embedding
 from sglang_dflash.engine.host.names import HOOKS, SECTIONS
 from sglang_dflash.engine.host.requests import (
     admit,
+    clear_first_states,
     create_req,
     end_turn,
     keep_no_memory,
@@ -57,6 +58,7 @@ def hook_scheduler(config: DFlashConfig) -> None:
     hooks[HOOKS["turn_end"]] = end_turn if recurrent else keep_read_tokens, HookType.AROUND
     if recurrent:
         hooks[HOOKS["session_memory"]] = keep_no_memory, HookType.AROUND
+        hooks[HOOKS["first_states"]] = clear_first_states, HookType.AROUND
     if recurrent and config.disaggregation == "decode":
         hooks[HOOKS["update_running"]] = outcomes_first, HookType.AROUND
     of_draft_kv = {HOOKS[name]: hook for name, hook in config.draft_kv.hooks(recurrent=recurrent).items()}

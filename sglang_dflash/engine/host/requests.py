@@ -17,6 +17,11 @@ A streaming session keeps the memory of a turn (a request of the session) for th
 be freed, but a recurrent state that has read tokens past the turn's end cannot be reset. So if the target has recurrent
 layers, streaming sessions use the prefix cache, like other sessions.
 
+If memory does not suffice for a session's request that hits the prefix cache, SGLang keeps its state slot for the next
+try, but not the note to copy the cached state. If the cached prefix is evicted before the next try, the request would
+begin with the state of the slot's previous owner. So a request that reads its prompt from the first token begins with a
+cleared state.
+
 A decode server (disaggregation) copies a retracted request's recurrent state, and the tokens that the scheduler has, to
 the host. The state includes the step in flight. So the outcome of this step must be processed before a retraction.
 
@@ -120,6 +125,16 @@ def keep_read_tokens(stock: Callable[..., bool], sessions: StreamingSession, req
         n_read = max(len(req.origin_input_ids) + n_output - 1, slot.kv.cache_protected_len)
         slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, n_read)
     return keeps
+
+
+def clear_first_states(stock: Callable[..., None], batch: ScheduleBatch, reqs: list[Req]) -> None:
+    """Clear the recurrent states of requests that read their prompts from the first token.
+
+    Hook around `ScheduleBatch._collect_deferred_mamba_cow_and_clear`.
+    """
+    for req in reqs:
+        req.kv.mamba_needs_clear |= req.prefix_len == 0
+    stock(batch, reqs)
 
 
 def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:

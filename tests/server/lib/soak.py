@@ -3,7 +3,8 @@
 The book is a list of prompts with their answers from a server without speculation, written before the soak. During the
 soak, clients send prompts of the book, disconnect early, abort, send invalid requests or use sessions. Some flush the
 cache, pause the server or load weights. A finished greedy answer must equal the answer in the book. An unfinished
-answer must be a prefix of that one.
+answer must be a prefix of that one. The log probabilities of finished answers must be equal too, because a small error
+of a state or of K/V changes them, but hardly ever a token.
 """
 
 import time
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.servers.server import Generation, Server
 from sglang_dflash.pairs.tiny.pairs import HYBRID
 from tests.server.lib.bad_requests import SAMPLING
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
@@ -25,12 +26,16 @@ N_TOKENS = 72  # largest number of tokens of an answer in the book
 MIB = 2**20
 # Tokens. A prompt and its answer must fit a context of 256, also in a session of two turns.
 LONGEST_PROMPT = 150
+# Largest difference of two log probabilities. Rounding gave up to 4e-6.
+TOLERANCE = 2e-5
+LOGPROBS = {"return_logprob": True}
 
 
 class Entry(NamedTuple):
     prompt: list[int]
     options: dict[str, Any]
     token_ids: list[int]
+    logprobs: list[float]
 
 
 class Report(NamedTuple):
@@ -64,8 +69,10 @@ def write_book(off: Server, n_entries: int, seed: int) -> list[Entry]:
         )
         asked.append((prompt, {"max_new_tokens": N_TOKENS} | (special if i % 3 == 0 else {})))
     with ThreadPoolExecutor(8) as clients:
-        answers = list(clients.map(lambda request: off.generate(request[0], **request[1]), asked))
-    return [Entry(*request, answer.token_ids) for request, answer in zip(asked, answers, strict=True)]
+        answers = list(clients.map(lambda request: off.generate(request[0], fields=LOGPROBS, **request[1]), asked))
+    return [
+        Entry(*request, answer.token_ids, logprobs_of(answer)) for request, answer in zip(asked, answers, strict=True)
+    ]
 
 
 class Soak:
@@ -109,36 +116,37 @@ class Soak:
     def _rss_mib(self) -> float:
         return self.scheduler.memory_info().rss / MIB
 
-    def _ask(self, prompt: list[int], expected: list[int], **options: Any) -> str | None:
-        answer = self.server.generate(prompt, **options)
+    def _ask(self, prompt: list[int], fields: dict[str, Any] | None = None, **options: Any) -> Generation:
+        answer = self.server.generate(prompt, fields=LOGPROBS | (fields or {}), **options)
         with self.lock:
             self.n_retractions += answer.meta["num_retractions"]
             self.n_steps += sum(steps(answer).values())
-        return differs(answer.token_ids, expected)
+        return answer
 
     def whole(self, random: Random, i: int) -> str | None:
         entry = random.choice(self.book)
-        return self._ask(entry.prompt, entry.token_ids, **entry.options)
+        return deviates(self._ask(entry.prompt, **entry.options), entry)
 
     def shorter(self, random: Random, i: int) -> str | None:
         entry, n = random.choice(self.plain), random.randrange(2, N_TOKENS)
-        return self._ask(entry.prompt, entry.token_ids[:n], max_new_tokens=n)
+        return deviates(self._ask(entry.prompt, max_new_tokens=n), entry, slice(n))
 
     def first_token(self, random: Random, i: int) -> str | None:
         entry = random.choice(self.plain)
-        return self._ask(entry.prompt, entry.token_ids[:1], max_new_tokens=1)
+        return deviates(self._ask(entry.prompt, max_new_tokens=1), entry, slice(1))
 
     def resumed(self, random: Random, i: int) -> str | None:
         """Send the prompt with a part of its answer; the rest of the answer must follow."""
         entry = random.choice(self.plain)
         cut = random.randrange(1, len(entry.token_ids))
-        return self._ask(entry.prompt + entry.token_ids[:cut], entry.token_ids[cut:], max_new_tokens=N_TOKENS - cut)
+        answer = self._ask(entry.prompt + entry.token_ids[:cut], max_new_tokens=N_TOKENS - cut)
+        return deviates(answer, entry, slice(cut, None))
 
     def sampled(self, random: Random, i: int) -> str | None:
         """Sample at temperature 1 with a bias of 100 for one token; the answer must be this token repeated."""
         entry, token, n = random.choice(self.plain), 3 + i % 1000, random.randrange(1, 40)
         sampling = {"temperature": 1.0, "ignore_eos": True, "logit_bias": {str(token): 100.0}}
-        return self._ask(entry.prompt, [token] * n, max_new_tokens=n, **sampling)
+        return differs(self._ask(entry.prompt, max_new_tokens=n, **sampling).token_ids, [token] * n)
 
     def left(self, random: Random, i: int) -> str | None:
         entry, seen = random.choice(self.plain), []
@@ -189,13 +197,12 @@ class Soak:
             return f"status {status}"
         try:
             turn = {"session_params": {"id": session, "rid": None}}
-            first = self.server.generate(entry.prompt, fields=turn, max_new_tokens=cut)
+            first = self._ask(entry.prompt, turn, max_new_tokens=cut)
             turn = {"session_params": {"id": session, "rid": first.meta["id"]}}
-            asked, rest = entry.token_ids[cut : cut + n], entry.token_ids[cut + n :]
-            second = self.server.generate(asked, fields=turn, max_new_tokens=N_TOKENS - cut - n)
+            second = self._ask(entry.token_ids[cut : cut + n], turn, max_new_tokens=N_TOKENS - cut - n)
         finally:
             post(self.server, "/close_session", {"session_id": session})
-        return differs(first.token_ids, entry.token_ids[:cut]) or differs(second.token_ids, rest)
+        return deviates(first, entry, slice(cut)) or deviates(second, entry, slice(cut + n, None))
 
     def updated(self, random: Random, i: int) -> str | None:
         """Reload the served weights of the target or of the draft.
@@ -214,6 +221,21 @@ def differs(found: list[int], expected: list[int]) -> str | None:
     if found == expected:
         return None
     return f"{as_text(found)!r} for {as_text(expected)!r}"
+
+
+def deviates(answer: Generation, entry: Entry, part: slice = slice(None)) -> str | None:
+    """Return how an answer differs from a part of the entry's answer, in tokens or log probabilities."""
+    if wrong := differs(answer.token_ids, entry.token_ids[part]):
+        return wrong
+    pairs = zip(logprobs_of(answer), entry.logprobs[part], strict=True)
+    error, i = max((abs(found - expected), i) for i, (found, expected) in enumerate(pairs))
+    if error <= TOLERANCE:
+        return None
+    return f"log probability of token {i} of {as_text(answer.token_ids)!r} differs by {error:.1e}"
+
+
+def logprobs_of(answer: Generation) -> list[float]:
+    return [logprob for logprob, *_ in answer.meta["output_token_logprobs"]]
 
 
 def growth(rss_mib: Sequence[float]) -> tuple[float, float]:

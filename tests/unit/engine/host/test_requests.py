@@ -10,6 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.engine.host.requests import (
     admit,
+    clear_first_states,
     end_turn,
     keep_read_tokens,
     outcomes_before_version,
@@ -113,3 +114,13 @@ def test_a_session_keeps_no_memory_of_a_turns_last_token(finished_len, protected
 
 def test_a_request_without_a_session_is_released_by_sglang() -> None:
     assert end_turn(stock, None, SimpleNamespace(session=None)) is False
+
+
+@pytest.mark.parametrize(("prefix_len", "noted", "cleared"), [(0, False, True), (64, False, False), (64, True, True)])
+def test_a_prompt_read_from_its_first_token_begins_with_a_cleared_state(prefix_len, noted, cleared):
+    """A request that waited with a state slot has no note to clear it. A later chunk must keep its state."""
+    req = SimpleNamespace(prefix_len=prefix_len, kv=SimpleNamespace(mamba_needs_clear=noted))
+    seen = []
+    clear_first_states(lambda batch, reqs: seen.append((batch, reqs)), "batch", [req])
+    assert seen == [("batch", [req])]
+    assert req.kv.mamba_needs_clear == cleared
