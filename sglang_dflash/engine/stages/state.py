@@ -173,6 +173,7 @@ class InPlaceState:
             accepted.tracked_B == 0,
             backend._translate_mamba_indices(batch.mamba_track_indices),
             plan.n_requests,
+            check_freed_slots=True,  # the track slot of a request whose memory was freed is -1
         )
 
 

@@ -52,7 +52,7 @@ def test_the_interval_is_zero_without_track_slots(monkeypatch):
 class LinearBackend:
     """Stand-in for SGLang's linear-attention backend, with the members that a commit of one token uses."""
 
-    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # 0: padding request
+    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 4, 0]))  # 0: padding request
 
     def _translate_mamba_indices(self, indices):
         return indices
@@ -184,9 +184,10 @@ def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, m
         req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),
         attn_backend=SimpleNamespace(linear_attn_backend=LinearBackend()),
     )
-    batch = SimpleNamespace(mamba_track_indices=torch.tensor([6, 8, 7]) if tracked else None)
-    plan = SimpleNamespace(prefix_len_B=torch.tensor([64, 63, 62]), n_requests=3)
-    accepted = accepting([1, 1, 1], plan.prefix_len_B, width=1, track_interval=64 if tracked else 0)
+    # The last request also completes an interval, but its memory was freed.
+    batch = SimpleNamespace(mamba_track_indices=torch.tensor([6, 8, 7, -1]) if tracked else None)
+    plan = SimpleNamespace(prefix_len_B=torch.tensor([64, 63, 62, 127]), n_requests=4)
+    accepted = accepting([1, 1, 1, 1], plan.prefix_len_B, width=1, track_interval=64 if tracked else 0)
     InPlaceState(SimpleNamespace(model_runner=runner)).commit(batch, plan, accepted)
     assert torch.equal(conv, want[0])
     assert torch.equal(temporal, want[1])
