@@ -199,6 +199,11 @@ class DFlashWorker(BaseSpecWorker):
         """Return both attention backends. The scheduler checks if one of them needs sequence lengths on the host."""
         return self.target_runner.attn_backend, self.draft_runner.attn_backend
 
+    @property
+    def model_runner(self) -> ModelRunner:
+        """Return the draft's runner, whose weights `Engine.save_remote_model` saves under `draft_url`."""
+        return self.draft_runner
+
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
         """Return the names and runners whose weights SGLang updates in addition to the target's."""
         return [("draft", self.draft_runner)]

@@ -7,6 +7,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
@@ -138,3 +139,16 @@ def test_recurrent_states_are_set_up_for_the_widest_verify(monkeypatch: pytest.M
     worker.state_for = lambda width: SimpleNamespace(attach=lambda backend: attached.append((width, backend)))
     worker.init_attention_backends()
     assert attached == [(12, "backend of 12")]
+
+
+def test_sglang_saves_the_drafts_weights_under_their_own_url() -> None:
+    saved = list[tuple[str, str]]()
+
+    def runner(name: str) -> Any:
+        return SimpleNamespace(weight_exporter=SimpleNamespace(save_remote_model=lambda url: saved.append((name, url))))
+
+    worker = worker_of(Recorded())
+    worker.draft_runner = runner("draft")
+    manager: Any = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner("target")), draft_worker=worker)
+    SchedulerWeightUpdaterManager.save_remote_model(manager, {"url": "a", "draft_url": "b"})
+    assert saved == [("target", "a"), ("draft", "b")]
