@@ -143,7 +143,7 @@ def test_counts_of_a_device_arrive_asynchronously(monkeypatch: pytest.MonkeyPatc
     assert late.more().tolist() == [0, 4]
 
 
-def test_an_idle_server_shows_all_copies(scraped: Scraped, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_server_shows_all_copies(scraped: Scraped) -> None:
     """No later step would write what a copy in flight lacks."""
     counts_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
     exports = Exports(scraped.collector, widest=BLOCK, widths=[1, BLOCK])
