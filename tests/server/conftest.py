@@ -160,18 +160,16 @@ class ServerPool:
         self.live.pop(key).stop()
 
 
-def require_nothing_lost(server: Server, timeout_s: float = 60.0) -> None:
-    """Wait until the scheduler is idle and has passed its own idle check; require no KV slot in use or locked.
+def wait_idle(server: Server, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Wait until the scheduler is idle, has passed its own idle check and has written its metrics; return its load.
 
     When idle, SGLang's scheduler compares its free, cached and locked slots (KV, recurrent states, requests) with the
-    pool sizes, and raises if one is missing. It publishes its load after this check. So a load that is newer than the
-    last answer proves that the check passed.
+    pool sizes, and raises if one is missing. It publishes its load after this check and after its metrics. So a load
+    that is newer than the last answer proves both.
 
     Raises:
         ServerError: the server is dead or not idle after `timeout_s`.
-        AssertionError: a KV slot is still in use.
     """
-    server.generate([5], max_new_tokens=1)
     answered, deadline = time.time(), time.monotonic() + timeout_s
     load: dict[str, Any] = {"timestamp": 0.0}
     while load["timestamp"] <= answered or load["num_running_reqs"] or load["num_waiting_reqs"]:
@@ -179,6 +177,18 @@ def require_nothing_lost(server: Server, timeout_s: float = 60.0) -> None:
             raise ServerError(f"{server.name}: not idle after {timeout_s:.0f} s ({load}):\n{server.log_tail()}")
         time.sleep(0.2)
         load = server.load()
+    return load
+
+
+def require_nothing_lost(server: Server, timeout_s: float = 60.0) -> None:
+    """Wait until the scheduler is idle, see `wait_idle`, and require no KV slot in use or locked.
+
+    Raises:
+        ServerError: the server is dead or not idle after `timeout_s`.
+        AssertionError: a KV slot is still in use.
+    """
+    server.generate([5], max_new_tokens=1)
+    load = wait_idle(server, timeout_s)
     assert load["num_used_tokens"] == 0, f"{server.name} holds KV slots while idle: {load}"
 
 

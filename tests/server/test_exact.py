@@ -201,7 +201,7 @@ def hang_up_after(delay_s: float, server: Server, prompt: list[int]) -> None:
         "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS, "ignore_eos": True},
     }
-    with contextlib.suppress(httpx.ReadTimeout):
+    with contextlib.suppress(httpx.TimeoutException):
         httpx.post(f"{server.url}/generate", json=body, timeout=delay_s)
 
 

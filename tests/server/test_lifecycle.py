@@ -131,8 +131,7 @@ def test_aborted_request_returns_its_tokens_so_far(ours: Server, prompts: list[l
     for i in range(8):
         prompt = prompts[4 + i]
         rid, leave_at = f"leaver-{i}", random.randrange(1, 40)
-        options = {"max_new_tokens": 120, "ignore_eos": True}
-        for chunk in stream(ours, prompt, fields={"rid": rid}, **options):
+        for chunk in stream(ours, prompt, fields={"rid": rid}, **ENDLESS):
             seen = chunk.token_ids
             reason = chunk.meta["finish_reason"]
             if reason is None and len(seen) >= leave_at:
@@ -155,13 +154,17 @@ def test_abort_all_leaves_a_server_that_answers(
     ours: Server, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     """Abort twelve requests: eight are running and four are queued."""
-    with Streams(ours, prompts[:8], **ENDLESS) as running, ThreadPoolExecutor(4) as clients:
-        running.wait_begun(8)
-        queued = submit(clients, ours, prompts[8:], **ENDLESS)
-        while not all(future.done() for future in (*running.asked, *queued)):  # a request may arrive after an abort
-            assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
-            time.sleep(0.05)
-        assert "abort" in endless_ends(running)
+
+    def abort_midway() -> bool:
+        with Streams(ours, prompts[:8], **ENDLESS) as running, ThreadPoolExecutor(4) as clients:
+            running.wait_begun(8)
+            queued = submit(clients, ours, prompts[8:], **ENDLESS)
+            while not all(future.done() for future in (*running.asked, *queued)):  # a request may arrive after an abort
+                assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
+                time.sleep(0.05)
+            return "abort" in endless_ends(running)
+
+    in_time(abort_midway)
     assert tokens_of(ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)) == expected
 
 
@@ -256,14 +259,17 @@ def test_retracted_requests_give_the_same_tokens(
 
 
 def test_flush_cache_idle_and_busy(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with ThreadPoolExecutor(8) as clients:
-        asked = submit(clients, ours, prompts, max_new_tokens=MAX_NEW_TOKENS)
-        statuses = []
-        while not all(future.done() for future in asked):
-            statuses.append(post(ours, "/flush_cache").status_code)
-            time.sleep(0.05)
-        assert [future.result().token_ids for future in asked] == expected
-    assert 400 in statuses, "never busy; this test cannot fail"
+    def flush_midway() -> bool:
+        with ThreadPoolExecutor(8) as clients:
+            asked = submit(clients, ours, prompts, max_new_tokens=MAX_NEW_TOKENS)
+            statuses = []
+            while not all(future.done() for future in asked):
+                statuses.append(post(ours, "/flush_cache").status_code)
+                time.sleep(0.05)
+            assert [future.result().token_ids for future in asked] == expected
+        return 400 in statuses
+
+    in_time(flush_midway)
     for prompt, tokens in zip(prompts[:4], expected[:4], strict=True):
         ours.flush_cache()
         answer = ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)

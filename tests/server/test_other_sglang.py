@@ -30,7 +30,7 @@ if __name__ == "__main__":
 ROUTER = ("-m", "sglang_router.launch_server", *LAUNCH[2:], *DFLASH)
 
 
-def run(path: Path, words: Sequence[str], timeout: float = 300, **variables: str) -> tuple[int, str]:
+def run(path: Path, words: Sequence[str], timeout: float = 1200, **variables: str) -> tuple[int, str]:
     """Run Python with `path` first on its path, and return the exit status and the output.
 
     Raises:

@@ -58,7 +58,7 @@ def test_a_version_begins_at_the_first_token_of_new_weights(server: Callable, qu
     found = VARIANTS["hybrid"] if row == "hybrid" else REHEARSALS[row]
     served, head = server(flags=found.flags, env=dict(found.env)), load_file(HYBRID.target / "model.safetensors")[HEAD]
     boundaries = []
-    for trial, prompt in enumerate(questions(3 * N_TRIALS, seed=90)):
+    for trial, prompt in enumerate(questions(10 * N_TRIALS, seed=90)):
         expected = served.generate(prompt, max_new_tokens=N_NEW, ignore_eos=True).token_ids
         answer = updated_answer(served, prompt, 4 * (trial + 1), {HEAD: -head}, f"negated-{trial}")
         update(served, {HEAD: head}, f"restored-{trial}")

@@ -16,7 +16,7 @@ import pytest
 
 CPU = (
     "--model-path {target} --device cpu --attention-backend torch_native --speculative-algorithm DFLASH "
-    "--speculative-draft-model-path {draft} --max-total-tokens 1024 --disable-radix-cache --port 39731"
+    "--speculative-draft-model-path {draft} --max-total-tokens 1024 --disable-radix-cache --port 31061"
 )
 ATTENTION_DP = "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head"
 

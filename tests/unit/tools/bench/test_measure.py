@@ -170,7 +170,7 @@ def test_earlier_times_of_an_ended_process_do_not_count(machine):
 
 
 def test_exactly_the_concurrency_is_in_flight():
-    together, in_flight, most = threading.Barrier(3, timeout=20), list[int](), 0
+    together, in_flight, most = threading.Barrier(3, timeout=120), list[int](), 0
 
     def ask(prompt: int) -> Callable[[], Completion]:
         nonlocal most
@@ -204,15 +204,17 @@ def test_a_steady_load_counts_the_window_only(monkeypatch):
     assert measure.joined([run]) == run
 
 
-def test_a_steady_load_keeps_its_concurrency():
-    together, numbers = threading.Barrier(3, timeout=20), itertools.count()
+def test_a_steady_load_keeps_its_concurrency(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks) / 1000)
+    together, numbers = threading.Barrier(3, timeout=120), itertools.count()
 
     def ask(prompt: int) -> Callable[[], Completion]:
         if next(numbers) < 3:  # the first three are in flight at once
             together.wait()
         return lambda: Completion(1)
 
-    run = measure.steady(ask, range(2), concurrency=3, seconds=0.05, processes=None)
+    run = measure.steady(ask, range(2), concurrency=3, seconds=1.0, processes=None)
     assert run.n_whole > 3
     assert set(run.prompts) == {0, 1}
 

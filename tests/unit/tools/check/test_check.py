@@ -23,7 +23,7 @@ from sglang_dflash.tools.check.findings import Finding, installation
 ENV = Path(__file__).parents[4] / "env"
 CPU = (
     "--model-path {target} --device cpu --attention-backend torch_native --speculative-algorithm DFLASH "
-    "--speculative-draft-model-path {draft} --max-total-tokens 1024 --port 29731"
+    "--speculative-draft-model-path {draft} --max-total-tokens 1024 --port 31071"
 )
 
 
