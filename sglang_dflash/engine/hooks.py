@@ -17,19 +17,23 @@ from sglang_dflash.engine.host.intake import take_in, take_no_embedding
 from sglang_dflash.engine.host.names import HOOKS, SECTIONS
 from sglang_dflash.engine.host.requests import (
     admit,
-    clear_first_states,
-    create_req,
-    end_turn,
-    keep_no_memory,
-    keep_read_tokens,
+    match_anew,
     outcomes_before_version,
     outcomes_first,
     update_finish_state,
 )
+from sglang_dflash.engine.host.sessions import (
+    create_req,
+    end_aborted_turns,
+    end_turn,
+    free_refused,
+    keep_no_memory,
+    keep_read_tokens,
+)
 from sglang_dflash.engine.host.target_models import complete
 from sglang_dflash.engine.memory.records import count_records
 from sglang_dflash.engine.memory.texts import beside_texts
-from sglang_dflash.engine.stages.mixing import mix_plain
+from sglang_dflash.engine.stages.mixing import cache_no_state_ahead, mix_plain
 from sglang_dflash.engine.stages.outputs import experts_of_blocks
 from sglang_dflash.flags import Copy
 
@@ -57,8 +61,7 @@ def hook_scheduler(config: DFlashConfig) -> None:
     recurrent = config.target.recurrent
     hooks[HOOKS["turn_end"]] = end_turn if recurrent else keep_read_tokens, HookType.AROUND
     if recurrent:
-        hooks[HOOKS["session_memory"]] = keep_no_memory, HookType.AROUND
-        hooks[HOOKS["first_states"]] = clear_first_states, HookType.AROUND
+        hooks |= recurrent_hooks()
     if recurrent and config.disaggregation == "decode":
         hooks[HOOKS["update_running"]] = outcomes_first, HookType.AROUND
     of_draft_kv = {HOOKS[name]: hook for name, hook in config.draft_kv.hooks(recurrent=recurrent).items()}
@@ -66,6 +69,17 @@ def hook_scheduler(config: DFlashConfig) -> None:
     if config.copy is not Copy.OFF:
         host.set_hooks({HOOKS["kv_bytes"]: (beside_texts, HookType.AROUND)})
     complete(config.target.architecture)
+
+
+def recurrent_hooks() -> host.Hooks:
+    """Return the hooks on requests of targets with recurrent layers, by the names that they hook."""
+    return {
+        HOOKS["session_memory"]: (keep_no_memory, HookType.AROUND),
+        HOOKS["add_request"]: (free_refused, HookType.AROUND),
+        HOOKS["match"]: (match_anew, HookType.AROUND),
+        HOOKS["retract"]: (end_aborted_turns, HookType.AFTER),
+        HOOKS["prefill_result"]: (cache_no_state_ahead, HookType.AROUND),
+    }
 
 
 def weight_hooks(config: DFlashConfig) -> host.Hooks:

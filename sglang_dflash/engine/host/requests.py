@@ -1,4 +1,4 @@
-"""Hooks on SGLang's scheduler for requests: admission, end of an answer, sessions, retraction, weight versions.
+"""Hooks on SGLang's scheduler for requests: admission, end of an answer, retraction, weight versions, HiCache.
 
 SGLang tests all tokens of a step together for the end of the answer: stop strings in the order of the request's list,
 then stop tokens. If a step contains two stops, SGLang may find the later one. Then the answer would be longer than
@@ -10,17 +10,11 @@ SGLang ends an aborted request without this test, so the answer contains its who
 `max_new_tokens`. Here the test also runs for aborted requests, and cuts the answer. The finish reason remains the
 abort.
 
-SGLang computes a request's memory from all its tokens, so tokens after the end of the answer are not deleted. If a
-session continues the request, they are deleted, so that the history equals the client's.
+SGLang computes a request's memory from all its tokens, so tokens after the end of the answer are not deleted.
 
-A streaming session keeps the memory of a turn (a request of the session) for the next turn. K/V past the turn's end can
-be freed, but a recurrent state that has read tokens past the turn's end cannot be reset. So if the target has recurrent
-layers, streaming sessions use the prefix cache, like other sessions.
-
-If memory does not suffice for a session's request that hits the prefix cache, SGLang keeps its state slot for the next
-try, but not the note to copy the cached state. If the cached prefix is evicted before the next try, the request would
-begin with the state of the slot's previous owner. So a request that reads its prompt from the first token begins with a
-cleared state.
+A waiting request that hits the prefix cache gets a state slot, and a note to copy the cached state into it. With a
+storage of the hierarchical cache, SGLang may put the request off and match its prompt again later. The note would then
+name a state that the new match did not find. So each match begins without a slot and without a note.
 
 A decode server (disaggregation) copies a retracted request's recurrent state, and the tokens that the scheduler has, to
 the host. The state includes the step in flight. So the outcome of this step must be processed before a retraction.
@@ -34,12 +28,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
-from sglang.srt.session.session_controller import Session
-from sglang.srt.session.streaming_session import StreamingSession
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
 Stock = Callable[..., None]
 
@@ -99,44 +92,6 @@ def find_first_end(stock: Stock, req: Req, n: int) -> None:
     req.output_ids.extend(step[i + 1 :])
 
 
-def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs: Any) -> Req:
-    """Delete tokens after the ends of earlier answers, then create a request. Hook around `Session.create_req`."""
-    for node in session.req_nodes.values():
-        if node.req.finished_len is not None:
-            del node.req.output_ids[node.req.finished_len :]
-    return stock(session, *args, **kwargs)
-
-
-def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
-    """Do nothing, so that a session does not take over a turn's memory. Hook around `StreamingSession.take`."""
-
-
-def keep_read_tokens(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
-    """End or interrupt a turn of a session, which keeps the turn's K/V without those of its last token.
-
-    The last token may be the bonus of the last step, whose K/V were not computed. SGLang relies on the end of the
-    allocated KV slots here, but with speculation more slots are allocated. As without speculation, the next turn reads
-    this token. Hook around `StreamingSession.try_cache_finished_req`.
-    """
-    slot = sessions.borrowed_slot(req)
-    keeps = stock(sessions, req)
-    if keeps:
-        n_output = len(req.output_ids) if req.finished_len is None else req.finished_len
-        n_read = max(len(req.origin_input_ids) + n_output - 1, slot.kv.cache_protected_len)
-        slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, n_read)
-    return keeps
-
-
-def clear_first_states(stock: Callable[..., None], batch: ScheduleBatch, reqs: list[Req]) -> None:
-    """Clear the recurrent states of requests that read their prompts from the first token.
-
-    Hook around `ScheduleBatch._collect_deferred_mamba_cow_and_clear`.
-    """
-    for req in reqs:
-        req.kv.mamba_needs_clear |= req.prefix_len == 0
-    stock(batch, reqs)
-
-
 def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:
     """Process the outcome of the step in flight before requests are retracted for lack of memory.
 
@@ -165,18 +120,18 @@ def process_outcome(scheduler: Scheduler) -> None:
     scheduler.last_batch = None
 
 
-def end_turn(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
-    """End a turn of a session, and return False, so that the session keeps no memory of the turn.
+def match_anew(stock: Stock, req: Req, tree_cache: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Match a waiting request's prompt without the state slot of an earlier match.
 
-    Hook around `StreamingSession.try_cache_finished_req`. SGLang also calls this method for retracted requests, whose
-    turn goes on.
+    Hook around `Req.init_next_round_input`. `tree_cache` is None if the request goes on with the next chunk.
     """
-    session = req.session
-    if session is None or not session.streaming or not req.finished():
-        return False
-    if isinstance(req.finished_reason, FINISH_ABORT):  # the session will continue from the previous turn
-        req.release_mm_inputs_on_abort()
-        session.abort_req()
-    else:
-        session.finish_req(req)
-    return False
+    if tree_cache is not None and req.kv.holds_mamba and not req.kv.holds_kv:
+        free_state(req, tree_cache.req_to_token_pool)
+    stock(req, tree_cache, *args, **kwargs)
+
+
+def free_state(req: Req, pool: HybridReqToTokenPool) -> None:
+    """Free a waiting request's state slot, and forget what is to be copied into it."""
+    pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
+    req.kv.mamba_pool_idx = req.kv.mamba_cow_src_index = None
+    req.kv.mamba_needs_clear = False

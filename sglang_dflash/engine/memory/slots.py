@@ -153,7 +153,7 @@ class RingSlots:
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
         """Return the last token rows of each prompt, as many as the ring keeps, with positions and KV slots."""
-        rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
+        rows_B = batch.req_pool_indices_cpu.numpy()
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         n = n_prompts(batch)  # in a mixed step the rings of running requests are not reset
         self._begin(rows_B[:n], prefix_B[:n], (prefix_B + new_B)[:n])

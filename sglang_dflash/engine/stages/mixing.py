@@ -4,6 +4,10 @@ In such a step the running requests have no drafts. SGLang treats each of them a
 whose prefix is the request's text. Running requests are the last requests of the batch. SGLang samples their next
 tokens as it samples the first token of a prompt. This is not exact if a request's sampling depends on tokens that the
 scheduler does not have yet. While such a request runs, no step is mixed.
+
+The forward has read the anchor, so it is one token ahead of the tokens that SGLang counts when the request ends. The
+prefix cache would get the request's recurrent state for one token less than the state has read. SGLang guards against
+this after drafted steps only. So a request that ends in a mixed step is not cached, unless it has track slots.
 """
 
 from __future__ import annotations
@@ -31,6 +35,25 @@ def mix_plain(stock: Callable[..., Any], scheduler: Scheduler, *, running_batch:
         return stock(scheduler, running_batch=running_batch, **others)
     finally:
         scheduler.is_mixed_chunk = mixes
+
+
+def cache_no_state_ahead(stock: Callable[..., None], processor: Any, batch: ScheduleBatch, result: Any) -> None:
+    """Keep states that a mixed step has advanced out of the prefix cache.
+
+    Hook around `SchedulerBatchResultProcessor.process_batch_result_prefill`.
+    """
+    running = [
+        req
+        for req in batch.decoding_reqs or ()
+        if not (req.finished() or req.is_retracted) and req.kv.mamba_ping_pong_track_buffer is None
+    ]
+    skipped = [req.skip_radix_cache_insert for req in running]
+    for req in running:
+        req.skip_radix_cache_insert = True
+    stock(processor, batch, result)
+    for req, before in zip(running, skipped, strict=True):
+        if not req.finished():
+            req.skip_radix_cache_insert = before
 
 
 def may_mix(req: Req) -> bool:

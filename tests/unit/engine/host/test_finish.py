@@ -13,7 +13,8 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session, SessionReqNode
 
-from sglang_dflash.engine.host.requests import create_req, update_finish_state
+from sglang_dflash.engine.host.requests import update_finish_state
+from sglang_dflash.engine.host.sessions import create_req
 from tests.server.lib.talk import token_ids, tokenizer
 
 TEXT = "Here are the capitals:\n- The capital of Italy is Rome.\n- The capital of Cuba is Havana."

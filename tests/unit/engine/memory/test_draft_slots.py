@@ -54,9 +54,16 @@ class World:
     def read_prompts(self, *chunks: tuple[int, int, int], n_running: int = 0) -> None:
         """Read a batch of prompt chunks, each given as row, start and length. The last are of running requests."""
         rows, starts, lengths = zip(*chunks, strict=True)
-        reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)) for row in rows]
+        # A running request may have ended since the batch was made. Then it has no row any more.
+        reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=None)) for _ in rows]
         running = reqs[len(reqs) - n_running :]
-        batch = SimpleNamespace(reqs=reqs, decoding_reqs=running, prefix_lens=starts, extend_lens=lengths)
+        batch = SimpleNamespace(
+            reqs=reqs,
+            decoding_reqs=running,
+            prefix_lens=starts,
+            extend_lens=lengths,
+            req_pool_indices_cpu=torch.tensor(rows),
+        )
         kept = self.ring.of_prompt(batch, CPU)
         packed = [(self.live[row].name, start + i) for row, start, n in chunks for i in range(n)]
         if kept.rows_T is not None:

@@ -128,8 +128,9 @@ def test_rings_get_the_end_of_a_prompt_and_the_next_block():
     """A ring has 12 slots, 8 for the window and 4 for a block. The ring of table row 1 has slots 12 to 23."""
     rings = make_rings(torch.zeros(2, 64), window=8, widest=BLOCK)
     context, k = make_context(rings)
-    request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))
-    prompt = SimpleNamespace(reqs=[request], decoding_reqs=None, prefix_lens=[0], extend_lens=[20])
+    prompt = SimpleNamespace(
+        reqs=["a"], decoding_reqs=None, prefix_lens=[0], extend_lens=[20], req_pool_indices_cpu=torch.tensor([1])
+    )
     context.append_prompt(prompt, torch.arange(20.0)[:, None].expand(20, 2).contiguous())
     assert k[:, 0, 0].tolist() == [0] * 12 + [12, 13, 14, 15, 16, 17, 18, 19] + [0] * 4
     block = SimpleNamespace(slots_BN=torch.tensor([[0, 1, 2, 3]]), positions_BN=torch.tensor([[20, 21, 22, 23]]))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.engine.stages.mixing import mix_plain
+from sglang_dflash.engine.stages.mixing import cache_no_state_ahead, mix_plain
 
 PLAIN = {
     "grammar": None, "custom_logit_processor": None, "return_sampling_mask": False, "return_hidden_states": False,
@@ -58,3 +58,38 @@ def test_the_setting_stays_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         mix_plain(lambda *_, **__: 1 / 0, scheduler, running_batch=running)
     assert scheduler.is_mixed_chunk
+
+
+def test_a_state_that_a_mixed_step_has_advanced_is_not_cached() -> None:
+    """The request that ends is not cached. The one that goes on may be cached later, and so may tracked states."""
+
+    def running(*, ends: bool = False, slots: Any = None, before: bool = False) -> Any:
+        return SimpleNamespace(
+            ends=ends,
+            finished=lambda: False,
+            is_retracted=False,
+            kv=SimpleNamespace(mamba_ping_pong_track_buffer=slots),
+            skip_radix_cache_insert=before,
+        )
+
+    ending, going_on, tracked = running(ends=True), running(), running(ends=True, slots="slots")
+    asked_not_to = running(before=True)
+    prompt = running(ends=True)
+    batch: Any = SimpleNamespace(reqs=[prompt, ending, going_on, tracked, asked_not_to])
+    batch.decoding_reqs = [ending, going_on, tracked, asked_not_to]
+    cached = list[bool]()
+
+    def process(processor: str, given: Any, result: str) -> None:
+        assert (processor, given, result) == ("processor", batch, "result")
+        for req in given.reqs:
+            if req.ends:
+                cached.append(not req.skip_radix_cache_insert)
+                req.finished = lambda: True
+
+    cache_no_state_ahead(process, "processor", batch, "result")
+    assert cached == [True, False, True]  # the prompt, the ending one, the tracked one
+    assert not going_on.skip_radix_cache_insert
+    assert asked_not_to.skip_radix_cache_insert
+    batch.decoding_reqs = None  # no mixed step
+    cache_no_state_ahead(process, "processor", batch, "result")
+    assert not going_on.skip_radix_cache_insert
