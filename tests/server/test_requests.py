@@ -1,6 +1,6 @@
 """Request fields that `test_parity.py` does not cover: same answer or same refusal as without speculation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.pairs.servers.server import Server
+from sglang_dflash.pairs.servers.server import Generation, Server
 from sglang_dflash.tools.prove import distribution
 from tests.server.conftest import PAIRS
-from tests.server.lib.talk import post, together
+from tests.server.lib.talk import post, stream, together
 from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
 
@@ -106,6 +106,39 @@ def test_streaming_session_continues_as_without_speculation(
         results = [run_session(s, asked, streaming=True) for s in servers]
         assert results[0] == results[1]
         assert results[0].count(200) == 7
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["hybrid", "dense"])
+def test_refused_turns_leave_the_running_one_alone(server: Callable, questions: Callable, target: str) -> None:
+    """While a turn of a streaming session runs, all others are refused, and its answer is as without them."""
+    ours = server(target=target, flags=("--enable-streaming-session",))
+    first, second, *others = questions(6, target=target, seed=18)
+    long = {"max_new_tokens": 1000, "ignore_eos": True}
+
+    def start() -> Iterator[Generation]:
+        assert post(
+            ours, "/open_session", {"capacity_of_str_len": 1000, "session_id": "s", "streaming": True}
+        ).is_success
+        turn = {"session_params": {"id": "s", "rid": None}}
+        ours.generate(first, fields=turn, max_new_tokens=MAX_NEW_TOKENS)
+        return stream(ours, second, fields=turn, **long)
+
+    def close() -> None:
+        assert post(ours, "/close_session", {"session_id": "s"}).is_success
+
+    *_, alone = start()
+    close()
+    disturbed, statuses = list[Generation](), list[int]()
+    for chunk in start():
+        disturbed.append(chunk)
+        if others:
+            body = {"input_ids": others.pop(), "sampling_params": {"max_new_tokens": 4}, "session_params": {"id": "s"}}
+            statuses.append(post(ours, "/generate", body).status_code)
+    close()
+    assert statuses == [400] * 4
+    assert disturbed[-1].token_ids == alone.token_ids
+    ours.flush_cache()
 
 
 @pytest.mark.full
