@@ -72,7 +72,7 @@ def hook_scheduler(config: DFlashConfig) -> None:
 
 
 def recurrent_hooks() -> host.Hooks:
-    """Return the hooks on requests of targets with recurrent layers, by the names that they hook."""
+    """Return the additional hooks for targets with recurrent layers, by the names that they hook."""
     return {
         HOOKS["session_memory"]: (keep_no_memory, HookType.AROUND),
         HOOKS["add_request"]: (free_refused, HookType.AROUND),

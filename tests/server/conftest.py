@@ -161,22 +161,25 @@ class ServerPool:
 
 
 def wait_idle(server: Server, timeout_s: float = 60.0) -> dict[str, Any]:
-    """Wait until the scheduler is idle, has passed its own idle check and has written its metrics; return its load.
+    """Wait until the scheduler is idle, has passed its idle check and has written its metrics. Return its load.
 
     When idle, SGLang's scheduler compares its free, cached and locked slots (KV, recurrent states, requests) with the
-    pool sizes, and raises if one is missing. It publishes its load after this check and after its metrics. So a load
-    that is newer than the last answer proves both.
+    pool sizes, and raises if one is missing. It publishes its load after this check and after its metrics. SGLang
+    also publishes a load before it processes the outcome of a step. After an answer at most one step is in flight, so
+    the second idle load is one after the check.
 
     Raises:
         ServerError: the server is dead or not idle after `timeout_s`.
     """
-    answered, deadline = time.time(), time.monotonic() + timeout_s
+    seen, deadline = time.time(), time.monotonic() + timeout_s
     load: dict[str, Any] = {"timestamp": 0.0}
-    while load["timestamp"] <= answered or load["num_running_reqs"] or load["num_waiting_reqs"]:
-        if not server.running or time.monotonic() > deadline:
-            raise ServerError(f"{server.name}: not idle after {timeout_s:.0f} s ({load}):\n{server.log_tail()}")
-        time.sleep(0.2)
-        load = server.load()
+    for _ in range(2):
+        while load["timestamp"] <= seen or load["num_running_reqs"] or load["num_waiting_reqs"]:
+            if not server.running or time.monotonic() > deadline:
+                raise ServerError(f"{server.name}: not idle after {timeout_s:.0f} s ({load}):\n{server.log_tail()}")
+            time.sleep(0.1)
+            load = server.load()
+        seen = load["timestamp"]
     return load
 
 

@@ -3,9 +3,9 @@
 The first request, and the same request after such text, must take about as many steps as a further repetition. Without
 drafts a request would take a step per token.
 
-The server chooses between one token and whole blocks only. Then its choice does not depend on how precisely a busy
-machine has measured its step times: on this text a block commits about 12 times as many tokens. With widths in between,
-a wrong time can give the first request some more steps.
+The server chooses between one token and whole blocks only. On this text a block commits about 12 times as many tokens
+as a step of one token. So imprecise step times of a busy machine do not change the choice. With widths in between, they
+can cost the first request some steps.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def n_steps(server: Server, prompt: list[int]) -> int:
 
 @pytest.mark.parametrize("target", ["dense", pytest.param("hybrid", marks=pytest.mark.full)])
 def test_first_request_gets_drafts(server: Callable, questions: Callable, target: str) -> None:
-    # No other test uses these widths, so the server is a new one.
+    # No other test uses these widths with these flags, so the server is a new one.
     widths = {"SGLANG_DFLASH_WIDTHS": "1,16"}
     ours = server(target=target, flags=VARIANTS[target].flags, env=AS_USERS | widths)
     easy = questions(3, target=target)[EASY]

@@ -143,8 +143,11 @@ def test_other_requests_answer_as_alone(serving: Serving, options: dict[str, Any
 
 
 @pytest.mark.full
-def test_the_next_turn_reads_what_the_cache_kept_of_an_answer(serving: Serving) -> None:
-    """A short answer ends in a mixed step, which reads a token that SGLang does not count at the end of a request."""
+def test_a_turn_after_a_mixed_step_answers_as_without_the_cache(serving: Serving) -> None:
+    """Compare the next turn with and without the cached prefix, after answers that end in a mixed step.
+
+    Such a step reads the anchor, which SGLang does not count if the request ends.
+    """
     ask_for = {"max_new_tokens": 4}
     n_ends, errors = 0, []
     for pair in zip(serving.prompts[::2], serving.prompts[1::2], strict=True):

@@ -74,7 +74,7 @@ def test_each_of_several_answers_has_its_own_outputs(whole: Server, questions: C
 
 def test_stream_has_as_many_rows_as_tokens_at_any_time(whole: Server, questions: Callable) -> None:
     (prompt,) = questions(1, seed=25)
-    # Many tokens, because SGLang joins events that wait to be sent.
+    # The answer is long, because SGLang joins events that wait to be sent, and at least three must arrive.
     events = list(stream(whole, prompt, fields=ASKED | MASKED, max_new_tokens=4 * MAX_NEW_TOKENS, ignore_eos=True))
     assert len(events) > 2
     for event in events:

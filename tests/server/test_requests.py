@@ -111,7 +111,7 @@ def test_streaming_session_continues_as_without_speculation(
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
 def test_refused_turns_leave_the_running_one_alone(server: Callable, questions: Callable, target: str) -> None:
-    """While a turn of a streaming session runs, all others are refused, and its answer is as without them."""
+    """While a turn of a streaming session runs, other turns are refused. They do not change its answer."""
     ours = server(target=target, flags=("--enable-streaming-session",))
     first, second, *others = questions(6, target=target, seed=18)
     long = {"max_new_tokens": 1000, "ignore_eos": True}

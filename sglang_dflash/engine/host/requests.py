@@ -1,4 +1,4 @@
-"""Hooks on SGLang's scheduler for requests: admission, end of an answer, retraction, weight versions, HiCache.
+"""Hooks on SGLang's scheduler for requests: admission, end of an answer, retraction, weight versions, repeated matches.
 
 SGLang tests all tokens of a step together for the end of the answer: stop strings in the order of the request's list,
 then stop tokens. If a step contains two stops, SGLang may find the later one. Then the answer would be longer than
@@ -10,11 +10,13 @@ SGLang ends an aborted request without this test, so the answer contains its who
 `max_new_tokens`. Here the test also runs for aborted requests, and cuts the answer. The finish reason remains the
 abort.
 
-SGLang computes a request's memory from all its tokens, so tokens after the end of the answer are not deleted.
+SGLang computes a request's memory from all its tokens, so tokens after the end of the answer are not deleted
+here. `sessions.py` deletes them if a session continues the answer.
 
-A waiting request that hits the prefix cache gets a state slot, and a note to copy the cached state into it. With a
-storage of the hierarchical cache, SGLang may put the request off and match its prompt again later. The note would then
-name a state that the new match did not find. So each match begins without a slot and without a note.
+With recurrent layers, a waiting request that hits the prefix cache gets a state slot, and the index of the cached state
+to copy (`mamba_cow_src_index`). With `--hicache-storage-backend`, SGLang may postpone the request and match its prompt
+again. If the new match finds no state, the old index would remain. So each match begins without a slot and without an
+index.
 
 A decode server (disaggregation) copies a retracted request's recurrent state, and the tokens that the scheduler has, to
 the host. The state includes the step in flight. So the outcome of this step must be processed before a retraction.
@@ -131,7 +133,7 @@ def match_anew(stock: Stock, req: Req, tree_cache: Any = None, *args: Any, **kwa
 
 
 def free_state(req: Req, pool: HybridReqToTokenPool) -> None:
-    """Free a waiting request's state slot, and forget what is to be copied into it."""
+    """Free a waiting request's state slot, and cancel a planned copy into it or its clearing."""
     pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
     req.kv.mamba_pool_idx = req.kv.mamba_cow_src_index = None
     req.kv.mamba_needs_clear = False

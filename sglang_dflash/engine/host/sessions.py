@@ -6,13 +6,14 @@ A streaming session keeps the memory of a turn for the next turn. K/V past the t
 state that has read tokens past the turn's end cannot be reset. So if the target has recurrent layers, streaming
 sessions use the prefix cache, like other sessions.
 
-A streaming session has one turn at a time, and refuses others. When SGLang ends a refused turn, the session would count
-as free although the first turn runs. The next turn would then extend the tokens of the running one. So a refused turn
-does not belong to the session.
+A streaming session has one turn at a time, and SGLang refuses others. But when a refused turn ends, SGLang marks the
+session as free although the first turn runs. A third turn would then change the token list that it shares with the
+first. So a refused turn is detached from the session.
 
-If memory does not suffice for a session's request that hits the prefix cache, SGLang keeps its state slot for the next
-try, but not the note to copy the cached state. If the cached prefix is evicted before, the request would begin with the
-state of the slot's previous owner. If the cache is flushed, the slot would get a second owner. So the slot is freed.
+A session's request that hits the prefix cache gets a state slot. If memory does not suffice, SGLang keeps the slot for
+the next try, but drops the index of the cached state to copy. If the cached prefix is evicted before the next try, the
+request would begin with the state of the slot's previous owner. If the cache is flushed during a pause, the slot would
+get a second owner. So the slot is freed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ Stock = Callable[..., None]
 
 
 def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs: Any) -> Req:
-    """Delete tokens after the ends of earlier answers, then create a request. Hook around `Session.create_req`."""
+    """Create a turn after deleting tokens past earlier answers' ends. Detach a refused turn of a streaming session.
+
+    Hook around `Session.create_req`. The module docstring gives the reasons.
+    """
     for node in session.req_nodes.values():
         if node.req.finished_len is not None:
             del node.req.output_ids[node.req.finished_len :]
@@ -48,11 +52,11 @@ def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
 
 
 def keep_read_tokens(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
-    """End or interrupt a turn of a session, which keeps the turn's K/V without those of its last token.
+    """End or interrupt a turn. The session keeps the turn's K/V, except those of its last token.
 
     The last token may be the bonus of the last step, whose K/V were not computed. SGLang relies on the end of the
-    allocated KV slots here, but with speculation more slots are allocated. As without speculation, the next turn reads
-    this token. Hook around `StreamingSession.try_cache_finished_req`.
+    allocated KV slots here, but with speculation more slots are allocated. The next turn reads this token, as without
+    speculation. Hook around `StreamingSession.try_cache_finished_req`.
     """
     slot = sessions.borrowed_slot(req)
     keeps = stock(sessions, req)
@@ -64,9 +68,9 @@ def keep_read_tokens(stock: Callable[..., bool], sessions: StreamingSession, req
 
 
 def free_refused(stock: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *args: Any, **kw: Any) -> Any:
-    """Add a waiting request to the next prefill, or free its state slot. Hook around `PrefillAdder.add_one_req`.
+    """Add a waiting request to the next prefill. If a session's request is not added, free its state slot.
 
-    SGLang frees the slots of requests without a session itself.
+    SGLang itself frees the slot of a request without a session. Hook around `PrefillAdder.add_one_req`.
     """
     result = stock(adder, req, *args, **kw)
     added = bool(adder.can_run_list) and adder.can_run_list[-1] is req
@@ -95,7 +99,8 @@ def end_turn(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -
 def end_aborted_turns(result: tuple[list[Req], float, list[Req]], batch: ScheduleBatch) -> Any:
     """End the turns of requests that SGLang aborts for lack of memory. Hook after `ScheduleBatch.retract_decode`.
 
-    `end_turn` takes them for retracted requests, whose turn goes on.
+    When `end_turn` runs, these requests have no finish reason yet. So it treats them as retracted, and does not end
+    their turns.
     """
     for req in result[2]:
         if req.session is not None and req.session.streaming:

@@ -5,9 +5,9 @@ whose prefix is the request's text. Running requests are the last requests of th
 tokens as it samples the first token of a prompt. This is not exact if a request's sampling depends on tokens that the
 scheduler does not have yet. While such a request runs, no step is mixed.
 
-The forward has read the anchor, so it is one token ahead of the tokens that SGLang counts when the request ends. The
-prefix cache would get the request's recurrent state for one token less than the state has read. SGLang guards against
-this after drafted steps only. So a request that ends in a mixed step is not cached, unless it has track slots.
+A mixed step reads the anchor, so the recurrent state includes it. If the request ends in this step, SGLang would cache
+the state under a key without the anchor. SGLang prevents this after decode steps only. So a request that ends in a
+mixed step is not cached. With track slots it may be cached, because the cache then takes a tracked state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def mix_plain(stock: Callable[..., Any], scheduler: Scheduler, *, running_batch:
 
 
 def cache_no_state_ahead(stock: Callable[..., None], processor: Any, batch: ScheduleBatch, result: Any) -> None:
-    """Keep states that a mixed step has advanced out of the prefix cache.
+    """Keep requests that end in a mixed step out of the prefix cache, unless they have track slots.
 
     Hook around `SchedulerBatchResultProcessor.process_batch_result_prefill`.
     """

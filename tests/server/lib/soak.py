@@ -3,8 +3,8 @@
 The book is a list of prompts with their answers from a server without speculation, written before the soak. During the
 soak, clients send prompts of the book, disconnect early, abort, send invalid requests or use sessions. Some flush the
 cache, pause the server or load weights. A finished greedy answer must equal the answer in the book. An unfinished
-answer must be a prefix of that one. The log probabilities of finished answers must be equal too, because a small error
-of a state or of K/V changes them, but hardly ever a token.
+answer must be a prefix of that one. Log probabilities of finished greedy answers must agree within `TOLERANCE`. A small
+error of a state or of K/V changes them, but hardly ever a token.
 """
 
 import time
@@ -26,7 +26,7 @@ N_TOKENS = 72  # largest number of tokens of an answer in the book
 MIB = 2**20
 # Tokens. A prompt and its answer must fit a context of 256, also in a session of two turns.
 LONGEST_PROMPT = 150
-# Largest difference of two log probabilities. Rounding gave up to 4e-6.
+# Largest allowed difference of two log probabilities. Rounding caused up to 4e-6.
 TOLERANCE = 2e-5
 LOGPROBS = {"return_logprob": True}
 
@@ -224,7 +224,7 @@ def differs(found: list[int], expected: list[int]) -> str | None:
 
 
 def deviates(answer: Generation, entry: Entry, part: slice = slice(None)) -> str | None:
-    """Return how an answer differs from a part of the entry's answer, in tokens or log probabilities."""
+    """Return how an answer differs from a part of the entry's answer, in tokens or log probabilities, or None."""
     if wrong := differs(answer.token_ids, entry.token_ids[part]):
         return wrong
     pairs = zip(logprobs_of(answer), entry.logprobs[part], strict=True)

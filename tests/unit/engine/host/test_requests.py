@@ -62,7 +62,7 @@ def test_a_decode_step_in_flight_is_processed_before_a_new_weight_version(versio
     ids=["waits", "chunk", "runs"],
 )
 def test_a_match_begins_without_the_slot_of_an_earlier_match(chunk: bool, row: int | None, frees: bool) -> None:
-    """The note names a state that the earlier match found. The new match may find another one, or none."""
+    """The index of the state to copy comes from the earlier match. The new match may find another state, or none."""
     freed, seen = list[int](), list[Any]()
     pool = SimpleNamespace(mamba_allocator=SimpleNamespace(free=lambda slots: freed.extend(slots.tolist())))
     kv = ReqKvInfo(req_pool_idx=row, mamba_pool_idx=torch.tensor(7), mamba_cow_src_index=torch.tensor([2]))

@@ -75,7 +75,7 @@ def test_a_request_without_a_session_is_released_by_sglang() -> None:
 
 @pytest.mark.parametrize(("streaming", "refused"), [(True, True), (True, False), (False, True)])
 def test_a_refused_turn_of_a_streaming_session_is_not_its_turn(streaming: bool, refused: bool) -> None:
-    """SGLang marks the session as free when a turn of it is aborted, even if another turn runs."""
+    """SGLang marks the session as free when one of its turns is aborted, even if another one runs."""
     session: Any = SimpleNamespace(req_nodes={}, streaming=streaming)
     made: Any = SimpleNamespace(session=session, to_finish=FINISH_ABORT("busy") if refused else None)
     assert create_req(lambda *args: made, session, "request") is made
@@ -102,7 +102,7 @@ def test_a_turn_that_is_aborted_for_lack_of_memory_ends() -> None:
     ids=["refused", "added", "no session"],
 )  # fmt: skip
 def test_a_sessions_request_that_is_not_added_keeps_no_state_slot(session: Any, added: bool, frees: bool) -> None:
-    """SGLang frees the slots of other requests itself."""
+    """SGLang itself frees the slot of a request without a session."""
     freed = list[int]()
     pool = SimpleNamespace(mamba_allocator=SimpleNamespace(free=lambda slots: freed.extend(slots.tolist())))
     earlier: Any = SimpleNamespace()

@@ -54,7 +54,7 @@ class World:
     def read_prompts(self, *chunks: tuple[int, int, int], n_running: int = 0) -> None:
         """Read a batch of prompt chunks, each given as row, start and length. The last are of running requests."""
         rows, starts, lengths = zip(*chunks, strict=True)
-        # A running request may have ended since the batch was made. Then it has no row any more.
+        # Rows must come from the batch, because a running request that has ended since has none.
         reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=None)) for _ in rows]
         running = reqs[len(reqs) - n_running :]
         batch = SimpleNamespace(

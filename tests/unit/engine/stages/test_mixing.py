@@ -61,7 +61,7 @@ def test_the_setting_stays_after_an_error() -> None:
 
 
 def test_a_state_that_a_mixed_step_has_advanced_is_not_cached() -> None:
-    """The request that ends is not cached. The one that goes on may be cached later, and so may tracked states."""
+    """A request that ends in a mixed step is not cached, unless it has track slots. Others may be cached later."""
 
     def running(*, ends: bool = False, slots: Any = None, before: bool = False) -> Any:
         return SimpleNamespace(
