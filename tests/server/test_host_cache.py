@@ -16,7 +16,7 @@ from sglang_dflash.pairs.servers.server import Generation, Server
 from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.talk import as_prompt, conversation, steps, tokens_of
+from tests.server.lib.talk import LOGPROBS, as_prompt, conversation, require_logprobs, steps, tokens_of
 from tests.server.lib.variants import TRACK, window
 
 pytestmark = pytest.mark.full
@@ -67,7 +67,7 @@ def serving(request: pytest.FixtureRequest, pool: Any) -> Iterator[Serving]:
 
 def cold(server: Server, prompt: list[int]) -> Generation:
     server.flush_cache()
-    return server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
+    return server.generate(prompt, fields=LOGPROBS, max_new_tokens=MAX_NEW_TOKENS)
 
 
 def test_steps_after_a_prefix_from_the_host_equal_those_after_a_prefill(serving: Serving, reference: Callable) -> None:
@@ -75,12 +75,14 @@ def test_steps_after_a_prefix_from_the_host_equal_those_after_a_prefill(serving:
     uncached = [cold(server, prompt) for prompt in prompts]
     server.flush_cache()
     first = server.generate_many(prompts, concurrency=4, max_new_tokens=MAX_NEW_TOKENS)
-    again = [server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
+    again = [server.generate(prompt, fields=LOGPROBS, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
     from_host = [(answer.meta["cached_tokens_details"] or {}).get("host", 0) for answer in again]
     assert sum(n > PROMPT_LEN // 2 for n in from_host) >= N_PROMPTS // 2, "too few hits on the host"
     expected = [reference(prompt, MAX_NEW_TOKENS, serving.kind.target) for prompt in prompts]
     for answers in (uncached, first, again):
         assert tokens_of(answers) == expected
+    for warm, answer in zip(again, uncached, strict=True):
+        require_logprobs(warm, answer)
     if serving.kind.draft_window is None:
         assert list(map(steps, again)) == list(map(steps, uncached))
         return
@@ -112,9 +114,11 @@ def test_a_prefix_from_storage_has_draft_kv(name: str, pool: Any, reference: Cal
     asked = []
     for _ in range(2):
         server = pool.get(target=kind.target, flags=(*kind.flags, *STORED), env=env)
-        asked.append([server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts])
+        asked.append([server.generate(p, fields=LOGPROBS, max_new_tokens=MAX_NEW_TOKENS) for p in prompts])
         assert tokens_of(asked[-1]) == [reference(prompt, MAX_NEW_TOKENS, kind.target) for prompt in prompts]
         pool.drop(server)
+    for warm, answer in zip(*reversed(asked), strict=True):
+        require_logprobs(warm, answer)
     details = [answer.meta["cached_tokens_details"] or {} for answer in asked[1]]
     from_storage = [found.get("storage", 0) for found in details]
     assert sum(n > PROMPT_LEN // 2 for n in from_storage) >= N_PROMPTS // 2, f"too few hits in storage: {from_storage}"

@@ -16,14 +16,28 @@ import pytest
 from sglang_dflash.pairs.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.talk import as_prompt, as_text, conversation, steps, stream, together, tokens_of
+from tests.server.lib.talk import (
+    LOGPROBS,
+    as_prompt,
+    as_text,
+    conversation,
+    require_logprobs,
+    steps,
+    stream,
+    together,
+    tokens_of,
+)
 from tests.server.lib.variants import VARIANTS, Variant
 
 MAX_NEW_TOKENS = 64
 SERVED = {
     "hybrid": (),
     **dict.fromkeys(
-        ("dense", "hybrid-pages-chunked", "hybrid-window", "hybrid-snapshot", "dense-window"), pytest.mark.full
+        (
+            *("dense", "hybrid-pages-chunked", "hybrid-window", "hybrid-snapshot", "dense-window"),
+            "hybrid-no-buffer-sync-chunked",
+        ),
+        pytest.mark.full,
     ),
 }
 
@@ -70,14 +84,15 @@ def test_a_hit_gives_the_tokens_and_the_steps_of_a_full_prefill(serving: Serving
     cuts = [*Random(seed).sample(range(len(prompt) // 2, len(whole)), 5), len(prompt)]
     for cut in cuts:
         server.flush_cache()
-        cold = server.generate(whole[:cut], max_new_tokens=MAX_NEW_TOKENS)
+        cold = server.generate(whole[:cut], fields=LOGPROBS, max_new_tokens=MAX_NEW_TOKENS)
         server.flush_cache()
         server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
-        warm = server.generate(whole[:cut], max_new_tokens=MAX_NEW_TOKENS)
-        warmer = server.generate(whole[:cut], max_new_tokens=MAX_NEW_TOKENS)
+        warm = server.generate(whole[:cut], fields=LOGPROBS, max_new_tokens=MAX_NEW_TOKENS)
+        warmer = server.generate(whole[:cut], fields=LOGPROBS, max_new_tokens=MAX_NEW_TOKENS)
         assert cold.meta["cached_tokens"] == 0
         assert cold.token_ids == warm.token_ids == warmer.token_ids == serving.expected(whole[:cut])
         for hit in (warm, warmer):
+            require_logprobs(hit, cold)
             expected = serving.steps_after(whole[:cut], hit, cold)
             assert steps(hit) == expected, f"cut at {cut} of {len(prompt)} + {len(answer)}"
         n_hits += (warm.meta["cached_tokens"] > 0) + (warmer.meta["cached_tokens"] > 0)
@@ -89,15 +104,16 @@ def test_context_of_decode_steps_equals_that_of_a_prefill(serving: Serving, seed
     server, history, beyond_prompt = serving.server, as_prompt(conversation(seed, n_turns=1), serving.target), 0
     turns = []
     for turn in range(4):
-        warm = server.generate(history, max_new_tokens=MAX_NEW_TOKENS)
+        warm = server.generate(history, fields=LOGPROBS, max_new_tokens=MAX_NEW_TOKENS)
         assert warm.token_ids == serving.expected(history), f"turn {turn}"
         beyond_prompt += warm.meta["cached_tokens"] > len(turns[0][0]) if turns else 0
         turns.append((history, warm))
         history = history + warm.token_ids + as_prompt(conversation(100 * seed + turn, n_turns=1), serving.target)
     for turn, (history, warm) in enumerate(turns):
         server.flush_cache()
-        cold = server.generate(history, max_new_tokens=MAX_NEW_TOKENS)
+        cold = server.generate(history, fields=LOGPROBS, max_new_tokens=MAX_NEW_TOKENS)
         assert cold.token_ids == warm.token_ids, f"turn {turn}"
+        require_logprobs(warm, cold)
         assert steps(warm) == serving.steps_after(history, warm, cold), f"turn {turn}"
     assert beyond_prompt >= 2, "too few hits inside generated text; this test cannot fail"
 

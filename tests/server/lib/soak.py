@@ -20,15 +20,23 @@ import httpx
 from sglang_dflash.pairs.servers.server import Generation, Server
 from sglang_dflash.pairs.tiny.pairs import HYBRID
 from tests.server.lib.bad_requests import SAMPLING
-from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
+from tests.server.lib.talk import (
+    LOGPROBS,
+    TOLERANCE,
+    as_prompt,
+    as_text,
+    conversation,
+    logprobs_of,
+    post,
+    steps,
+    stream,
+    worst,
+)
 
 N_TOKENS = 72  # largest number of tokens of an answer in the book
 MIB = 2**20
 # Tokens. A prompt and its answer must fit a context of 256, also in a session of two turns.
 LONGEST_PROMPT = 150
-# Largest allowed difference of two log probabilities. Rounding caused up to 4e-6.
-TOLERANCE = 2e-5
-LOGPROBS = {"return_logprob": True}
 
 
 class Entry(NamedTuple):
@@ -227,15 +235,10 @@ def deviates(answer: Generation, entry: Entry, part: slice = slice(None)) -> str
     """Return how an answer differs from a part of the entry's answer, in tokens or log probabilities, or None."""
     if wrong := differs(answer.token_ids, entry.token_ids[part]):
         return wrong
-    pairs = zip(logprobs_of(answer), entry.logprobs[part], strict=True)
-    error, i = max((abs(found - expected), i) for i, (found, expected) in enumerate(pairs))
+    error, i = worst(logprobs_of(answer), entry.logprobs[part])
     if error <= TOLERANCE:
         return None
     return f"log probability of token {i} of {as_text(answer.token_ids)!r} differs by {error:.1e}"
-
-
-def logprobs_of(answer: Generation) -> list[float]:
-    return [logprob for logprob, *_ in answer.meta["output_token_logprobs"]]
 
 
 def growth(rss_mib: Sequence[float]) -> tuple[float, float]:

@@ -18,6 +18,9 @@ from sglang_dflash.pairs.tiny.corpus import draw
 from sglang_dflash.pairs.tiny.pairs import DENSE, HYBRID
 
 Message = dict[str, str]
+LOGPROBS = {"return_logprob": True}  # fields of a request that asks for log probabilities
+# Largest allowed difference of two log probabilities. Rounding caused up to 4e-6.
+TOLERANCE = 2e-5
 
 
 @cache
@@ -56,6 +59,21 @@ def as_text(token_ids: Sequence[int], target: str = "hybrid") -> str:
 
 def tokens_of(answers: Iterable[Generation]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
+
+
+def logprobs_of(answer: Generation) -> list[float]:
+    return [logprob for logprob, *_ in answer.meta["output_token_logprobs"]]
+
+
+def worst(found: Sequence[float], expected: Sequence[float]) -> tuple[float, int]:
+    """Return the largest difference of two lists of log probabilities, and its index."""
+    return max((abs(a - b), i) for i, (a, b) in enumerate(zip(found, expected, strict=True)))
+
+
+def require_logprobs(found: Generation, expected: Generation) -> None:
+    """Require equal log probabilities, because a small error of a cached state or of K/V changes hardly any token."""
+    error, i = worst(logprobs_of(found), logprobs_of(expected))
+    assert error <= TOLERANCE, f"the log probability of token {i} differs by {error:.1e}"
 
 
 def steps(answer: Generation) -> dict[int, int]:
