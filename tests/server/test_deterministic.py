@@ -12,6 +12,7 @@ import pytest
 from sglang_dflash.pairs.servers.server import Generation, Server
 from tests.server.conftest import AS_USERS
 from tests.server.lib.rehearsals import FA3, GRAPHS
+from tests.server.lib.talk import logprobs_of
 from tests.server.lib.variants import VARIANTS
 from tests.tools.parameters import SEEDED_ENV, SEEDED_FLAGS
 
@@ -27,7 +28,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
 
 def outcome(answer: Generation) -> tuple[list[int], list[float]]:
     """Return the tokens and their logprobs."""
-    return answer.token_ids, [logprob for logprob, *_ in answer.meta["output_token_logprobs"]]
+    return answer.token_ids, logprobs_of(answer)
 
 
 def ask(server: Server, prompts: list[list[int]], concurrency: int) -> list[tuple[list[int], list[float]]]:

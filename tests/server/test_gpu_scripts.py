@@ -13,7 +13,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from sglang_dflash.pairs.tiny import pairs as tiny
 from sglang_dflash.reference.torch import DraftModel
 from sglang_dflash.tools.bench.compare import Difference, Unequal
 from tests.fixtures.forking import RUN
+from tests.fixtures.processes import is_alive
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600.0  # of a dry run; all scripts together take less on two idle cores
@@ -255,13 +255,6 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
         time.sleep(0.05)
     assert checks.run([sys.executable, "-c", "print(7); raise SystemExit(3)"], 20, tmp_path / "log") == "status 3"
     assert checks.tail(tmp_path / "log") == "7"
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_second_sigterm_does_not_interrupt_the_end() -> None:

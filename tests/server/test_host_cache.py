@@ -16,7 +16,7 @@ from sglang_dflash.pairs.servers.server import Generation, Server
 from sglang_dflash.pairs.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.talk import LOGPROBS, as_prompt, conversation, require_logprobs, steps, tokens_of
+from tests.server.lib.talk import LOGPROBS, as_prompt, conversation, require_same_logprobs, steps, tokens_of
 from tests.server.lib.variants import TRACK, window
 
 pytestmark = pytest.mark.full
@@ -82,7 +82,7 @@ def test_steps_after_a_prefix_from_the_host_equal_those_after_a_prefill(serving:
     for answers in (uncached, first, again):
         assert tokens_of(answers) == expected
     for warm, answer in zip(again, uncached, strict=True):
-        require_logprobs(warm, answer)
+        require_same_logprobs(warm, answer)
     if serving.kind.draft_window is None:
         assert list(map(steps, again)) == list(map(steps, uncached))
         return
@@ -118,7 +118,7 @@ def test_a_prefix_from_storage_has_draft_kv(name: str, pool: Any, reference: Cal
         assert tokens_of(asked[-1]) == [reference(prompt, MAX_NEW_TOKENS, kind.target) for prompt in prompts]
         pool.drop(server)
     for warm, answer in zip(*reversed(asked), strict=True):
-        require_logprobs(warm, answer)
+        require_same_logprobs(warm, answer)
     details = [answer.meta["cached_tokens_details"] or {} for answer in asked[1]]
     from_storage = [found.get("storage", 0) for found in details]
     assert sum(n > PROMPT_LEN // 2 for n in from_storage) >= N_PROMPTS // 2, f"too few hits in storage: {from_storage}"

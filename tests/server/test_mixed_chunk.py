@@ -17,7 +17,7 @@ from sglang_dflash.pairs.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
 from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
-from tests.server.lib.talk import LOGPROBS, require_logprobs, steps, together, tokens_of
+from tests.server.lib.talk import LOGPROBS, require_same_logprobs, steps, together, tokens_of
 from tests.server.lib.variants import NO_OVERLAP, PAGES, RANDOM_WIDTHS, TRACK, strategy, window
 
 CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "16")
@@ -157,7 +157,7 @@ def test_a_turn_after_a_mixed_step_answers_as_without_the_cache(serving: Serving
         cached = [serving.server.generate(turn, fields=LOGPROBS, **ask_for) for turn in turns]
         for turn, answer in zip(turns, cached, strict=True):
             serving.server.flush_cache()
-            require_logprobs(answer, serving.server.generate(turn, fields=LOGPROBS, **ask_for))
+            require_same_logprobs(answer, serving.server.generate(turn, fields=LOGPROBS, **ask_for))
     assert n_ends > 0, "no request ended in a mixed step"
 
 

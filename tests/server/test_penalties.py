@@ -17,7 +17,7 @@ from sglang.srt.sampling.custom_logit_processor import DeepseekOCRNoRepeatNGramL
 
 from sglang_dflash.pairs.servers.server import Server
 from tests.server.lib.penalised import ASKED, Rule, edited_answer, end_token, penalty_rule
-from tests.server.lib.talk import together, tokens_of
+from tests.server.lib.talk import logprobs_of, together, tokens_of
 from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS
 
 N_PROMPTS = 12
@@ -88,7 +88,7 @@ def test_logprobs_are_those_of_the_penalised_logits(serving: Serving, questions:
     fields = {"return_logprob": True}
     got = server.generate(prompt, fields=fields, max_new_tokens=MAX_NEW_TOKENS, **asked)
     assert got.token_ids == expected
-    logprobs = [logprob for logprob, *_ in got.meta["output_token_logprobs"]]
+    logprobs = logprobs_of(got)
     want = [float(logits_V.log_softmax(-1)[token]) for logits_V, token in zip(seen, expected, strict=True)]
     assert logprobs == pytest.approx(want, abs=1e-4)
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_dflash.pairs.servers.server import Generation
+from tests.server.lib.talk import logprobs_of
 from tests.tools.parameters import chosen_from
 
 GAP = 1e-4  # largest allowed difference of values near 1; fp32 sums are taken in another order
@@ -27,7 +28,7 @@ def require_rows(target: Path, prompt: Sequence[int], answer: Generation, n_miss
 
 def require_logprobs(target: Path, prompt: Sequence[int], answer: Generation) -> None:
     """Require that the log-probabilities of an answer's tokens equal Transformers'. Wrong K/V would change them."""
-    found = torch.tensor([logprob for logprob, *_ in answer.meta["output_token_logprobs"]])
+    found = torch.tensor(logprobs_of(answer))
     ids = torch.tensor([[*prompt, *answer.token_ids[:-1]]])
     with torch.inference_mode():
         logprobs_TV = model(target)(ids).logits[0, len(prompt) - 1 :].log_softmax(dim=-1)

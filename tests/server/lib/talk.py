@@ -70,7 +70,7 @@ def worst(found: Sequence[float], expected: Sequence[float]) -> tuple[float, int
     return max((abs(a - b), i) for i, (a, b) in enumerate(zip(found, expected, strict=True)))
 
 
-def require_logprobs(found: Generation, expected: Generation) -> None:
+def require_same_logprobs(found: Generation, expected: Generation) -> None:
     """Require equal log probabilities, because a small error of a cached state or of K/V changes hardly any token."""
     error, i = worst(logprobs_of(found), logprobs_of(expected))
     assert error <= TOLERANCE, f"the log probability of token {i} differs by {error:.1e}"

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from sglang_dflash.tools.prove import __main__ as program
 from sglang_dflash.tools.prove import machine
 from sglang_dflash.tools.prove.machine import Gpu
 from sglang_dflash.tools.prove.report import markdown
+from tests.fixtures.processes import is_alive
 
 H200 = Gpu("NVIDIA H200", "sm90", 141 << 30)
 CHECKS = """
@@ -140,7 +140,7 @@ def test_table_names_level_and_verdict(folder, ended):
 def test_process_left_by_a_hang_is_ended(folder, ended):
     log = (folder / "prove-logs" / "checks.log").read_text()
     pid = int(log.partition("left behind: ")[2].split()[0])
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not is_alive(pid)
 
 
 def test_options_of_pytest_are_passed_on(folder):
